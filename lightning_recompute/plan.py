@@ -10,7 +10,7 @@ import dataclasses
 import io
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -34,7 +34,7 @@ class Keep:
 @dataclass(frozen=True)
 class _Unit:
     name: ClassVar[str]
-    inputs: Placement = "device"
+    inputs: Placement = field(default="device", kw_only=True)
 
     def __post_init__(self) -> None:
         if self.inputs not in get_args(Placement):
@@ -59,8 +59,8 @@ class Selective(_Unit):
     """Recompute the named modules' inner work only.
 
     Args:
-        inputs: Where the inputs of the recomputed modules live until backward.
         modules: Labels (`core_attn`, `attn`, `mlp`, `norm`, `act`, `moe`) or patterns of module names.
+        inputs: Where the inputs of the recomputed modules live until backward.
     """
 
     name: ClassVar[str] = "selective"
@@ -76,8 +76,8 @@ class SaveOps(_Unit):
     """Save the outputs of some operators and recompute the rest.
 
     Args:
-        inputs: Where the unit's inputs live until backward.
         ops: Groups (`matmul`, `attention`, `collective`) or names of aten operators.
+        inputs: Where the unit's inputs live until backward.
     """
 
     name: ClassVar[str] = "save_ops"
@@ -162,9 +162,7 @@ class RecomputePlan:
                 )
             due = segment.stop
         if not segments:
-            raise ValueError(
-                "a plan needs at least one segment; RecomputePlan([Segment(0, L, Keep())]) keeps everything"
-            )
+            raise ValueError("a plan needs a segment; RecomputePlan([Segment(0, L, Keep())]) keeps everything")
 
     @property
     def num_blocks(self) -> int:
@@ -197,7 +195,7 @@ class RecomputePlan:
             ValueError: The file holds no plan, or an unknown action or key.
             FileNotFoundError: There is no such file.
         """
-        content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        content = OmegaConf.to_container(OmegaConf.load(Path(path)), resolve=True)
         if not isinstance(content, dict) or not isinstance(content.get("segments"), list):
             raise ValueError(f"{path} holds no plan: a list under 'segments:' is due")
         if unknown := sorted(set(map(str, content)) - {"segments", "record"}):

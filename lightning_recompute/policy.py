@@ -123,17 +123,17 @@ class RecomputePolicy:
         if self.granularity is None:
             yield Segment(start, stop, Keep())
         elif self.granularity == "selective":
-            yield Segment(start, stop, Selective(self.inputs, tuple(self.modules or ("core_attn",))))
+            yield Segment(start, stop, Selective(tuple(self.modules or ("core_attn",)), inputs=self.inputs))
         elif self.method == "block":
             kept_from = stop if self.num_layers is None else min(start + self.num_layers, stop)
             for index in range(start, kept_from):
-                yield Segment(index, index + 1, Full(self.inputs))
+                yield Segment(index, index + 1, Full(inputs=self.inputs))
             if kept_from < stop:
                 yield Segment(kept_from, stop, Keep())
         else:
             size = self.num_layers or 1
             for index in range(start, stop, size):
-                yield Segment(index, min(index + size, stop), Full(self.inputs))
+                yield Segment(index, min(index + size, stop), Full(inputs=self.inputs))
 
 
 def is_pattern(module: str) -> bool:
