@@ -1,0 +1,107 @@
+"""Patching one module's forward, so that nothing else of the module changes.
+
+An instance attribute `forward` calls the patching function with the original. State-dict keys, parameter and
+module names, classes, deepcopy (a copy runs on its own weights) and pickle stay as they were.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+
+class Original:
+    """A module's forward as it was, where it is not simply the class's method.
+
+    Args:
+        module: The module.
+        forward: What its `forward` was: another patch, or a function put on the instance.
+    """
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self.__self__ = module
+        self.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        return self.forward(*args, **kwargs)
+
+
+class CompiledOriginal(Original):
+    """A forward compiled inside the patch: around it, dynamo would compile the forward but not the replay.
+
+    As with torch's own `module.compile()`, a copy and what was pickled run uncompiled.
+
+    Args:
+        module: The module.
+        forward: Its forward.
+        compiled_call: What `module.compile()` made of its call; the forward is compiled with the same options.
+    """
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], compiled_call: Callable[..., Any]) -> None:
+        super().__init__(module, forward)
+        self._compiled = _compiler_of(compiled_call)(forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it compiled."""
+        return self._compiled(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[type[Original], tuple[nn.Module, Callable[..., Any]]]:
+        return Original, (self.__self__, self.forward)
+
+
+def _compiler_of(compiled: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The compiler, with its options, that made a compiled function: torch keeps it in the function's closure."""
+    for cell in getattr(compiled, "__closure__", None) or ():
+        if isinstance(cell.cell_contents, torch._dynamo.eval_frame.OptimizeContext):
+            return cell.cell_contents
+    return torch.compile
+
+
+class Patch:
+    """One patched forward; `remove` restores what was there.
+
+    Args:
+        module: The module to patch.
+        function: Called as `function(original, *arguments, *args, **kwargs)`; a module-level function, so that
+            the module can still be pickled.
+        arguments: Bound before the call's own.
+    """
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any], *arguments: Any) -> None:
+        self.module = module
+        self._had_attribute = "forward" in module.__dict__
+        self._former = module.forward
+        self._compiled_call = getattr(module, "_compiled_call_impl", None)
+        original: Any = self._former
+        if self._compiled_call is not None:
+            original = CompiledOriginal(module, self._former, self._compiled_call)
+            module._compiled_call_impl = None
+        elif getattr(original, "__self__", None) is not module:
+            original = Original(module, self._former)
+        self._installed = functools.partial(function, original, *arguments)
+        module.forward = self._installed
+
+    def remove(self) -> None:
+        """Put the former forward back, unless somebody else patched the module since."""
+        if self.module.__dict__.get("forward") is not self._installed:
+            logger.warning(
+                "the forward of a %s was replaced after recompute was applied; it is left as it is and the "
+                "recompute below it is switched off",
+                type(self.module).__name__,
+            )
+            return
+        if self._had_attribute:
+            self.module.forward = self._former
+        else:
+            del self.module.forward
+        if self._compiled_call is not None:
+            self.module._compiled_call_impl = self._compiled_call
