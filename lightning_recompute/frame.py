@@ -7,6 +7,7 @@ only: this file is the owner of `saved_tensors_hooks`.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,35 @@ class _Returned:
     leaf: int
 
 
+class FreshCopy:
+    """Stands for an argument that the forward fills, such as a cache: each run of the forward gets its own copy.
+
+    Args:
+        value: The argument as the caller passed it. Its objects and containers are copied, tensors are shared.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._value = _copy_object(value)
+
+    def take(self) -> Any:
+        """A copy in the state of the call."""
+        return _copy_object(self._value)
+
+
+def _copy_object(value: Any, depth: int = 5) -> Any:
+    if isinstance(value, Tensor | torch.Size | torch.dtype | type) or depth == 0 or callable(value):
+        return value
+    if isinstance(value, list):
+        return [_copy_object(entry, depth - 1) for entry in value]
+    if isinstance(value, dict):
+        return {key: _copy_object(entry, depth - 1) for key, entry in value.items()}
+    if not hasattr(value, "__dict__"):
+        return value
+    twin = copy.copy(value)
+    vars(twin).update({name: _copy_object(entry, depth - 1) for name, entry in vars(value).items()})
+    return twin
+
+
 class _Holder:
     """What autograd keeps in place of a tensor. It lives as long as the graph node that saved the tensor."""
 
@@ -124,19 +154,18 @@ class _Call:
                 f"{self.name}: an input was changed in place after the block read it, so the block cannot be "
                 f"recomputed; write to a copy instead ({error})"
             ) from error
-        leaves = [
-            leaf.take(saved, self.on_copies)
-            if isinstance(leaf, _Input)
-            else outputs[leaf.call][leaf.leaf]
-            if isinstance(leaf, _Returned)
-            else leaf
-            for leaf in self.leaves
-        ]
-        args, kwargs = tree_unflatten(leaves, self.spec)
+        args, kwargs = tree_unflatten([self._argument(leaf, saved, outputs) for leaf in self.leaves], self.spec)
         if self.rng is not None:
             set_rng_states(self.devices, self.rng)
         with self.state.restored(self.module):
             return tree_flatten(self.surroundings.run(self.function, args, kwargs))[0]
+
+    def _argument(self, leaf: Any, saved: Sequence[Tensor], outputs: Sequence[Sequence[Any]]) -> Any:
+        if isinstance(leaf, _Input):
+            return leaf.take(saved, self.on_copies)
+        if isinstance(leaf, _Returned):
+            return outputs[leaf.call][leaf.leaf]
+        return leaf.take() if isinstance(leaf, FreshCopy) else leaf
 
 
 class Frame:
@@ -178,6 +207,9 @@ class Frame:
         call.saver = _save(copies if call.on_copies else tensors)
         start = call.rng = rng_states(call.devices)
         self.calls.append(call)
+        args, kwargs = tree_unflatten(
+            [leaf.take() if isinstance(leaf, FreshCopy) else leaf for leaf in leaves], call.spec
+        )
         with saved_tensors_hooks(self._pack, _unpack):
             result = function(*args, **kwargs)
         if learned.writes_inputs is None:

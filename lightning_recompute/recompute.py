@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_recompute.ambient import is_recomputing
 from lightning_recompute.blocks import BlockList, find_blocks
-from lightning_recompute.frame import Args, Frame, Kwargs, Learned, RecomputeError
+from lightning_recompute.frame import Args, Frame, FreshCopy, Kwargs, Learned, RecomputeError
 from lightning_recompute.patch import Patch
 from lightning_recompute.plan import Full, Keep, RecomputePlan, Segment
 from lightning_recompute.policy import RecomputePolicy
@@ -73,8 +73,8 @@ def recomputed_forward(original: Callable[..., Any], unit: Unit, index: int, /, 
     name = unit.names[index]
     if torch._C._are_functorch_transforms_active():
         raise RecomputeError(f"{name}: torch.func transforms do not work on a recomputed block; remove() the recompute")
-    args = tuple(_without_cache(value, module, name) for value in args)
-    kwargs = {key: _without_cache(value, module, name) for key, value in kwargs.items()}
+    args = tuple(_checked_cache(value, module, name) for value in args)
+    kwargs = {key: _checked_cache(value, module, name) for key, value in kwargs.items()}
     if frame is None:
         frame = Frame()
     else:
@@ -90,9 +90,17 @@ def _needs_grad(module: nn.Module, args: Args, kwargs: Kwargs) -> bool:
     )
 
 
-def _without_cache(value: Any, module: nn.Module, name: str) -> Any:
-    """None for an empty key-value cache of Hugging Face's kind: a replay would append to it once more."""
-    if isinstance(value, Tensor) or not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
+def _is_cache(value: Any) -> bool:
+    return not isinstance(value, Tensor) and hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
+def _checked_cache(value: Any, module: nn.Module, name: str) -> Any:
+    """A stand-in for an empty key-value cache of Hugging Face's kind; anything else as it is.
+
+    Forward and replay each append to a cache of their own, so that neither sees the other's keys. The model's
+    cache stays empty, as it should in training: it would hold the keys and values of every block.
+    """
+    if not _is_cache(value):
         return value
     layer = next((part.layer_idx for part in module.modules() if isinstance(getattr(part, "layer_idx", None), int)), 0)
     if length := int(value.get_seq_length(layer)):
@@ -100,7 +108,7 @@ def _without_cache(value: Any, module: nn.Module, name: str) -> Any:
             f"{name}: a key-value cache that holds {length} positions cannot be recomputed, since the block appends to "
             "it; train with use_cache=False, or keep this block out of recompute"
         )
-    return None
+    return FreshCopy(value)
 
 
 class RecomputeHandle:
