@@ -194,7 +194,7 @@ class Dropout(nn.Dropout):
 def make_norm(config: BlockConfig) -> nn.Module:
     """The norm over h that `config.norm` names."""
     if config.norm == "rmsnorm":
-        return nn.RMSNorm(config.hidden_size)
+        return nn.RMSNorm(config.hidden_size, eps=1e-5)  # its own default would be 0.008 in bfloat16
     return nn.LayerNorm(config.hidden_size, bias=config.bias)
 
 
