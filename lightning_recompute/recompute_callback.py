@@ -1,0 +1,117 @@
+"""The callback: the same recompute under any other strategy, Lightning's own or somebody else's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import lightning.pytorch as pl
+
+from lightning_recompute.plan import RecomputePlan
+from lightning_recompute.policy import Granularity, Method, RecomputePolicy
+from lightning_recompute.session import RecomputeSession
+from lightning_recompute.strategy import RecomputeStrategy
+
+logger = logging.getLogger(__name__)
+
+
+class Recompute(pl.Callback):
+    """Recomputes a module's blocks under the strategy that the Trainer has: one device, DDP, FSDP, or another.
+
+    The module is patched when fitting begins, after the strategy has put it on its device and wrapped it, and is as
+    it was before when fitting ends, also by an exception. While fitting, `plan.yaml` beside the logs says what was
+    recomputed where. With `RecomputeStrategy` this callback is not needed. In the Trainer of `pytorch_lightning` it
+    works when given in a list.
+
+    Args:
+        granularity: What is recomputed: `full`, whole blocks; `selective`, only the modules named by `modules` in
+            every block; null, nothing.
+        method: With granularity `full`: `uniform` (units of `num_layers` blocks, every block recomputed) or `block`
+            (the first `num_layers` blocks one by one, the rest kept). Null means `uniform`.
+        num_layers: With granularity `full`: blocks per unit (uniform), or how many of the first blocks of each
+            block list are recomputed (block). From 1 to the number of blocks. Null means 1 under uniform, all
+            under block.
+        modules: With granularity `selective`: labels (`core_attn`, `attn`, `mlp`, `norm`, `act`, `moe`) or patterns
+            of module names (`*.mlp.experts`). Null means `core_attn`.
+        distribute_saved_activations: Keep unit inputs as shards over the tensor-parallel group. Needs such a group.
+        offload_saved_activations: Keep unit inputs in host memory. Refused where the run itself is on the CPU.
+        plan: An explicit plan, or the path of one that a run wrote (`plan.yaml`). Excludes the six words above: each
+            has to be left at its default.
+        blocks: Where the blocks are: dotted path(s) of block lists (`model.layers`) or class name(s) of blocks
+            (`LlamaDecoderLayer`). Null: found.
+
+    Raises:
+        ValueError: A value, or a combination of arguments, that would mean nothing. What depends on the model
+            or the device (num_layers, blocks, offloading) is checked when fitting begins, and so is a Trainer that
+            has RecomputeStrategy, or two of these callbacks.
+        FileNotFoundError: `plan` is a path and there is no such file.
+        TypeError: An argument of another type.
+    """
+
+    def __init__(
+        self,
+        *,
+        granularity: Granularity | None = "full",
+        method: Method | None = None,
+        num_layers: int | None = None,
+        modules: Sequence[str] | None = None,
+        distribute_saved_activations: bool = False,
+        offload_saved_activations: bool = False,
+        plan: str | Path | RecomputePlan | None = None,
+        blocks: str | Sequence[str] | None = None,
+    ) -> None:
+        policy = RecomputePolicy(
+            granularity=granularity,
+            method=method,
+            num_layers=num_layers,
+            modules=modules,
+            distribute_saved_activations=distribute_saved_activations,
+            offload_saved_activations=offload_saved_activations,
+        )
+        self._session = RecomputeSession(policy, plan, blocks)
+
+    @property
+    def active_plan(self) -> RecomputePlan | None:
+        """What is recomputed where while a module is being fitted; None at any other time."""
+        return self._session.active_plan
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse a Trainer that recomputes by other means, and go to the front of its callbacks.
+
+        At the front, so that a callback that runs training steps when fitting begins (BatchSizeFinder) meets the
+        module as it will be trained, and none that raises keeps this one from taking its patches off.
+        """
+        if stage != "fit":
+            return
+        if isinstance(trainer.strategy, RecomputeStrategy):
+            raise ValueError(
+                "RecomputeStrategy and the callback Recompute in one Trainer: both recompute the module's blocks. Give "
+                "the arguments to RecomputeStrategy and leave the callback out, or keep the callback and take another "
+                "strategy"
+            )
+        # Lightning sets `callbacks` by name
+        others = [callback for callback in vars(trainer)["callbacks"] if callback is not self]
+        if any(isinstance(callback, Recompute) for callback in others):
+            raise ValueError(
+                "two Recompute callbacks in one Trainer: both recompute the module's blocks. Keep one; what differs "
+                "from block to block goes into its plan=RecomputePlan(...)"
+            )
+        # a new list: Lightning is walking through the old one
+        vars(trainer)["callbacks"] = [self, *others]
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Patch the module's blocks."""
+        self._session.begin(pl_module, trainer, trainer.strategy.root_device, logger)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take the patches off."""
+        self._session.end()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Take the patches off."""
+        self._session.end()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Take the patches off: a search for a learning rate or a batch size ends here, before the end of fit."""
+        self._session.end()

@@ -1,0 +1,174 @@
+"""One fit's recompute: what was asked for, applied to the module, said once, and taken off again.
+
+The strategy and the callback mean the same by the same words because both hold one of these.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from torch import nn
+
+from lightning_recompute.blocks import BlockList
+from lightning_recompute.plan import Action, Full, Keep, RecomputePlan, SaveOps, Selective
+from lightning_recompute.policy import RecomputePolicy
+from lightning_recompute.recompute import RecomputeHandle, apply_recompute
+from lightning_recompute.version import __version__
+
+PLAN_FILE = "plan.yaml"
+
+
+class RecomputeSession:
+    """Applies a policy or plan to one module after the other, and takes it off again.
+
+    A copy, or what was pickled, is a session that has not begun.
+
+    Args:
+        policy: What the six words say.
+        plan: An explicit plan, or the path of one; the words are then to be left at their defaults.
+        blocks: Where the blocks are; None: found.
+
+    Raises:
+        ValueError: A plan beside words that differ from their defaults.
+        TypeError: `plan` is neither plan nor path.
+        FileNotFoundError: There is no file at the path.
+    """
+
+    def __init__(
+        self, policy: RecomputePolicy, plan: str | Path | RecomputePlan | None, blocks: str | Sequence[str] | None
+    ) -> None:
+        self.what = policy if plan is None else _explicit(plan, policy)
+        self.blocks = blocks
+        self.source = Path(plan) if isinstance(plan, str | Path) else None
+        self._handle: RecomputeHandle | None = None
+
+    @property
+    def active_plan(self) -> RecomputePlan | None:
+        """What is recomputed where; None before it has begun, after its end, and when nothing is recomputed."""
+        return self._handle.plan if self._handle is not None else None
+
+    def begin(self, module: nn.Module, trainer: pl.Trainer, device: torch.device, logger: logging.Logger) -> None:
+        """Patch a module's blocks, say so in a line for each block list, and write `plan.yaml` beside the logs.
+
+        Args:
+            module: The module, on its device.
+            trainer: Whose fit begins; of either Lightning.
+            device: Where the module is.
+            logger: Told on rank 0, once.
+
+        Raises:
+            ValueError: What `apply_recompute` refuses.
+        """
+        self.end()
+        if isinstance(self.what, RecomputePolicy) and self.what.granularity is None:
+            logger.info("granularity=None: nothing is recomputed")
+            return
+        self._handle = apply_recompute(module, self.what, blocks=self.blocks)
+        # asks the other processes for the folder, so all of them go through it
+        folder = trainer.log_dir
+        if trainer.is_global_zero:
+            logger.info("%s", describe(self._handle.plan, self._handle.block_lists))
+            # fast_dev_run (set on the Trainer by name) means to leave no files
+            if folder is not None and not getattr(trainer, "fast_dev_run", False):
+                self._write_plan(self._handle, folder, trainer, device)
+
+    def end(self) -> None:
+        """Put the module's own forwards back; does nothing when there is none of ours."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_handle": None}
+
+    def _write_plan(self, handle: RecomputeHandle, folder: str, trainer: pl.Trainer, device: torch.device) -> None:
+        record = {
+            "lightning_recompute": __version__,
+            "lightning": version("lightning"),
+            "torch": str(torch.__version__),
+            "python": ".".join(map(str, sys.version_info[:3])),
+            "device": _device_name(device),
+            "processes": trainer.world_size,
+            "precision": trainer.precision,
+            "seed": torch.initial_seed(),
+            "block_lists": {block_list.name: len(block_list) for block_list in handle.block_lists},
+        }
+        filesystem = get_filesystem(folder)
+        if "file" not in filesystem.protocol:
+            with tempfile.TemporaryDirectory() as local:
+                path = handle.plan.save(Path(local) / PLAN_FILE, record)
+                filesystem.put(str(path), f"{folder.rstrip('/')}/{PLAN_FILE}")
+            return
+        target = Path(folder) / PLAN_FILE
+        # without a logger the folder is the working directory, where a user's own plan may lie
+        if self.source is not None and target.exists() and target.samefile(self.source):
+            return
+        handle.plan.save(target, record)
+
+
+def describe(plan: RecomputePlan, block_lists: Sequence[BlockList]) -> str:
+    """What a plan does to a model, in a line for each block list.
+
+    Args:
+        plan: The plan.
+        block_lists: The model's block lists in forward order; the plan's indices run on through them.
+
+    Returns:
+        E.g. `Recompute: net.blocks (8 x Block): blocks 0-3 full, one by one; blocks 4-7 kept`.
+    """
+    lines = []
+    start = 0
+    for block_list in block_lists:
+        stop = start + len(block_list)
+        lines.append(f"{block_list}: {'; '.join(_runs(plan, start, stop))}")
+        start = stop
+    return "\n  ".join(["Recompute:", *lines]) if len(lines) > 1 else f"Recompute: {lines[0]}"
+
+
+def _runs(plan: RecomputePlan, start: int, stop: int) -> Iterator[str]:
+    """Equal neighbours of a plan as one phrase each, for the blocks of one list."""
+    inside = [segment for segment in plan.segments if start <= segment.start < stop]
+    for action, equal in itertools.groupby(inside, key=lambda segment: segment.action):
+        run = list(equal)
+        first, last = run[0].start - start, run[-1].stop - 1 - start
+        size = max(segment.stop - segment.start for segment in run)
+        where = f"blocks {first}-{last}" if last > first else f"block {first}"
+        units = "" if not isinstance(action, Full | SaveOps) else f", units of {size}" if size > 1 else ", one by one"
+        yield f"{where} {_in_words(action)}{units if last > first else ''}"
+
+
+def _in_words(action: Action) -> str:
+    if isinstance(action, Keep):
+        return "kept"
+    place = "" if action.inputs == "device" else f", inputs in {action.inputs}"
+    if isinstance(action, Selective):
+        return f"selective ({', '.join(action.modules)}){place}"
+    return f"{'full' if isinstance(action, Full) else 'all but ' + ', '.join(action.ops)}{place}"
+
+
+def _explicit(plan: str | Path | RecomputePlan, policy: RecomputePolicy) -> RecomputePlan:
+    default = RecomputePolicy()
+    words = [word for word in vars(default) if getattr(policy, word) != getattr(default, word)]
+    if words:
+        given = ", ".join(f"{word}={getattr(policy, word)!r}" for word in words)
+        raise ValueError(f"plan and {given}: a plan says it all. Leave out {' and '.join(words)}, or leave out plan")
+    if isinstance(plan, RecomputePlan):
+        return plan
+    if not isinstance(plan, str | os.PathLike):
+        raise TypeError(f"plan={plan!r}: a RecomputePlan, or the path of one, is due")
+    return RecomputePlan.load(plan)
+
+
+def _device_name(device: torch.device) -> str:
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
