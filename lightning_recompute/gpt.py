@@ -263,6 +263,16 @@ class GPT(LightningModule):
         self.log("train_loss", loss, prog_bar=True, batch_size=len(batch))
         return loss
 
+    # Perplexity sums begin anew at each epoch's start, in float32: bf16-true would keep them in 16 bit, and the reset
+    # at the end of `validate` leaves tensors of inference mode, which a later `fit` may not change.
+    def on_validation_epoch_start(self) -> None:
+        """Clear `val_perplexity`."""
+        self.val_perplexity.set_dtype(torch.float32).reset()
+
+    def on_test_epoch_start(self) -> None:
+        """Clear `test_perplexity`."""
+        self.test_perplexity.set_dtype(torch.float32).reset()
+
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         """Log `val_loss` and `val_perplexity` of the epoch."""
         self._evaluate(batch, "val", self.val_perplexity)
@@ -312,18 +322,10 @@ class GPT(LightningModule):
 def resolve_shape(
     size: SizeName | None, given: Mapping[str, int | None], words: Mapping[str, object]
 ) -> dict[str, int]:
-    """The numbers of a GPT: those given, those of the named size, the defaults.
-
-    Args:
-        size: name in `GPT.sizes`, or None.
-        given: argument -> number, or None where it was not given.
-        words: the other arguments that a size decides.
-
-    Returns:
-        Argument -> number, for every key of `given`.
+    """The numbers of a GPT: those `given` (not None), else those of the named size, else the defaults.
 
     Raises:
-        ValueError: an unknown size, arguments that contradict it, or a number below 1.
+        ValueError: an unknown size, numbers or other `words` that contradict it, or a number below 1.
     """
     shape: dict[str, int] = {}
     if size is not None:
