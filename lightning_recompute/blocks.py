@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_recompute.policy import nearest
 
@@ -32,17 +35,19 @@ class BlockList:
         return len(self.blocks)
 
     def __str__(self) -> str:
-        return f"{self.name or 'the model itself'} ({len(self)} x {class_of(self.blocks[0]).__name__})"
+        return f"{self.name or 'the model itself'} ({_classes(self.blocks)})"
 
 
 def find_blocks(module: nn.Module, blocks: str | Sequence[str] | None = None) -> list[BlockList]:
     """Find the block lists of a model.
 
-    A list is a `ModuleList`, a `Sequential` or a `ModuleDict` with numbers as keys, whose members share a
-    class. Without `blocks` the list with the most parameters is taken, and beside it every other list whose
-    members have the same class or that holds at least a tenth as many parameters (encoder and decoder, the
-    stages of a ResNet). A list inside the blocks of another is not taken, unless those outer members are only
-    towers or stages around the real blocks: then the inner lists are.
+    A list is a `ModuleList`, a `Sequential` or a `ModuleDict` with numbers as keys, whose members share a class;
+    or a list of lists (attention and feed-forward of each layer), whose inner members then are the blocks. Without
+    `blocks` the list with the most parameters is taken, and beside it every other list whose members have the same
+    class or that holds at least a tenth as many parameters, of all or of those that are trained (encoder and
+    decoder, the stages of a ResNet, a student beside its frozen teacher). A list inside the blocks of another is
+    not taken, unless those outer members are only towers or stages around the real blocks: then the inner lists
+    are. The experts of a mixture are never blocks.
 
     Args:
         module: The model, e.g. a LightningModule.
@@ -58,22 +63,14 @@ def find_blocks(module: nn.Module, blocks: str | Sequence[str] | None = None) ->
     """
     if blocks is not None:
         return _named_blocks(module, blocks)
-    found = list(_candidates(module))
-    lists = [candidate for candidate in found if len(candidate) > 1] or found
+    lists = list(_candidates(module))
     if not lists:
         raise ValueError(
-            f"{type(module).__name__} has no list of blocks: no ModuleList, Sequential or numbered ModuleDict whose "
-            "members share a class. Name the blocks: blocks='path.of.the.list' or blocks='ClassName'. "
-            f"Children found: {', '.join(f'{n} ({type(m).__name__})' for n, m in module.named_children()) or 'none'}"
+            f"{class_of(module).__name__} has no list of blocks: no ModuleList, Sequential or numbered ModuleDict "
+            "whose members share a class, have weights and a forward, and are more than single layers. Name the "
+            f"blocks: blocks='path.of.the.list' or blocks='ClassName'. {_found(module)}"
         )
-    sizes = {candidate.name: _num_parameters(candidate.blocks) for candidate in lists}
-    main = max(lists, key=lambda candidate: sizes[candidate.name])
-    taken = [
-        candidate
-        for candidate in lists
-        if class_of(candidate.blocks[0]) is class_of(main.blocks[0])
-        or sizes[candidate.name] >= SHARE_OF_LARGEST * sizes[main.name]
-    ]
+    taken = _largest(module, lists)
     _refuse_shared_blocks(taken, "in which order they run cannot be told; name one: blocks='path.of.the.list'")
     return taken
 
@@ -84,18 +81,30 @@ def class_of(block: nn.Module) -> type[nn.Module]:
     return type(inner if isinstance(inner, nn.Module) else block)
 
 
-def _members(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The members of a list-like module, repetitions too (`ModuleList([block] * 3)`); none for any other module."""
-    numbered = isinstance(module, nn.ModuleDict) and all(key.isdecimal() for key in module)
-    if not numbered and not isinstance(module, nn.ModuleList | nn.Sequential):
-        return []
-    return [(key, child) for key, child in module._modules.items() if child is not None]
+# ---- finding
+
+
+def _largest(module: nn.Module, lists: Sequence[BlockList]) -> list[BlockList]:
+    """The lists that hold a fair part of the parameters, and those of the same classes."""
+    # a Sequential of one is a wrapper around something, a ModuleList of one is a list
+    wrappers = {f.name for f in lists if len(f) == 1 and isinstance(module.get_submodule(f.name), nn.Sequential)}
+    real = [found for found in lists if found.name not in wrappers] or lists
+    sizes = [_num_parameters(found.blocks) for found in real]
+    trained = [_num_parameters(found.blocks, trained=True) for found in real]
+    large = [
+        found
+        for found, size, part in zip(real, sizes, trained, strict=True)
+        if size >= SHARE_OF_LARGEST * max(sizes) or (part and part >= SHARE_OF_LARGEST * max(trained))
+    ]
+    # the first stages of a ResNet have few parameters and the largest activations
+    classes = {class_of(found.blocks[0]) for found in large} - {nn.Sequential}
+    return [found for found in lists if found in large or class_of(found.blocks[0]) in classes]
 
 
 def _candidates(module: nn.Module, name: str = "", seen: set[int] | None = None) -> Iterator[BlockList]:
     """Outermost lists whose members share a class, walking the model in registration order."""
     seen = set() if seen is None else seen
-    if id(module) in seen:
+    if id(module) in seen or name.endswith("experts"):
         return
     seen.add(id(module))
     candidate = _as_list(module, name)
@@ -106,39 +115,98 @@ def _candidates(module: nn.Module, name: str = "", seen: set[int] | None = None)
         yield from _candidates(child, f"{name}.{key}" if name else key, seen)
 
 
+def _members(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The members of a list-like module, repetitions too (`ModuleList([block] * 3)`); none for any other module."""
+    numbered = isinstance(module, nn.ModuleDict) and all(key.isdecimal() for key in module)
+    if isinstance(module, ParametrizationList) or not (numbered or isinstance(module, nn.ModuleList | nn.Sequential)):
+        return []
+    return _children(module)
+
+
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(key, child) for key, child in module._modules.items() if child is not None]
+
+
 def _as_list(module: nn.Module, name: str) -> BlockList | None:
     members = _members(module)
-    if not members or len({class_of(member) for _, member in members}) > 1:
+    if not members:
         return None
-    first = members[0][1]
-    # single layers of torch.nn (a list of Linear heads, of embeddings) are no blocks, and containers have no forward
-    is_layer = class_of(first).__module__.startswith("torch.nn.") and not any(first.children())
-    is_container = isinstance(first, nn.ModuleList | nn.ModuleDict)
-    if is_layer or is_container or not _num_parameters([member for _, member in members]):
+    if all(map(_is_container, (member for _, member in members))):
+        inner = [_as_list(member, key) for key, member in members]
+        if any(found and len(found) > 1 for found in inner) and all(found and _alike(found) for found in inner):
+            return None  # each is a list of its own
+        members = [(f"{key}.{sub}", part) for key, m in members for sub, part in _children(m) if _can_be_block(part)]
+    elif len({class_of(member) for _, member in members}) > 1 or not _can_be_block(members[0][1]):
         return None
+    if not _num_parameters([member for _, member in members]):
+        return None
+    return _list_of(name, members)
+
+
+def _list_of(name: str, members: Sequence[tuple[str, nn.Module]]) -> BlockList:
     prefix = f"{name}." if name else ""
     return BlockList(name, tuple(m for _, m in members), tuple(prefix + key for key, _ in members))
 
 
+def _is_container(module: nn.Module) -> bool:
+    """Whether the module is never called itself: it has no forward (ModuleList, ModuleDict)."""
+    return class_of(module).forward is nn.Module.forward and "forward" not in vars(module)
+
+
+def _can_be_block(module: nn.Module) -> bool:
+    # single layers of torch.nn (a list of Linear heads, of embeddings) are no blocks
+    is_layer = class_of(module).__module__.startswith("torch.nn.") and not any(module.children())
+    return not is_layer and not _is_container(module) and any(True for _ in module.parameters())
+
+
 def _are_towers(outer: BlockList) -> bool:
-    """Whether the members only hold lists of the real blocks (towers, stages of a Swin).
-
-    The experts of a mixture are a list inside a block too, but have neither attention nor norms.
-    """
+    """Whether the members only hold lists of the real blocks (towers, stages of a Swin)."""
+    num_inner = 0
     for member in outer.blocks:
-        inner = [found for child in member.children() for found in _candidates(child)]
-        held = sum(_num_parameters(found.blocks) for found in inner if _looks_like_block(found.blocks[0]))
-        if held <= 0.5 * _num_parameters([member]):
+        inner = [found for found in _candidates(member) if _are_blocks(found)]
+        if _num_parameters([block for found in inner for block in found.blocks]) <= 0.5 * _num_parameters([member]):
             return False
-    return True
+        num_inner += sum(map(len, inner))
+    return num_inner > len(outer)
 
 
-def _looks_like_block(module: nn.Module) -> bool:
-    return any("norm" in class_of(part).__name__.lower() for part in module.modules())
+def _are_blocks(inner: BlockList) -> bool:
+    """Whether the members of a list inside something repeated are blocks themselves.
+
+    Not so feed-forwards without norms (experts), a convolution with its norm (inside a residual block), attention
+    and feed-forward in the same wrapper class.
+    """
+    has_norm = any("norm" in class_of(part).__name__.lower() for part in inner.blocks[0].modules())
+    num_weights = sum(1 for p in inner.blocks[0].parameters() if is_lazy(p) or p.dim() > 1)
+    return has_norm and num_weights > 1 and _alike(inner)
 
 
-def _num_parameters(modules: Sequence[nn.Module]) -> int:
-    return sum({id(p): p.numel() for module in modules for p in module.parameters()}.values())
+def _alike(found: BlockList) -> bool:
+    """Whether the blocks have the same parameters; some may have more (the first of a ResNet's stage)."""
+    names = [{name for name, _ in block.named_parameters()} for block in found.blocks]
+    return min(names, key=len) == set.intersection(*names)
+
+
+def _num_parameters(modules: Sequence[nn.Module], trained: bool = False) -> int:
+    parameters = {id(p): p for module in modules for p in module.parameters() if p.requires_grad or not trained}
+    return sum(1 if is_lazy(p) else p.numel() for p in parameters.values())
+
+
+def _classes(modules: Sequence[nn.Module]) -> str:
+    counts = Counter(class_of(module).__name__ for module in modules)
+    return ", ".join(f"{count} x {name}" for name, count in counts.items())
+
+
+def _found(module: nn.Module, limit: int = 8) -> str:
+    parts = {name: part for name, part in module.named_modules() if _members(part)}
+    found = [f"{name or 'the model itself'} ({_classes([m for _, m in _members(p)])})" for name, p in parts.items()]
+    kind = "Lists"
+    if not found:
+        kind, found = "Children", [f"{name} ({class_of(child).__name__})" for name, child in module.named_children()]
+    return f"{kind} found: {', '.join(found[:limit]) or 'none'}{', ...' if len(found) > limit else ''}"
+
+
+# ---- by name
 
 
 def _named_blocks(module: nn.Module, blocks: str | Sequence[str]) -> list[BlockList]:
@@ -151,47 +219,71 @@ def _named_blocks(module: nn.Module, blocks: str | Sequence[str]) -> list[BlockL
     _refuse_shared_blocks(found, "name each block once")
     # as they stand in the model, so that indices follow the forward order whatever the order of the names
     order = {id(part): index for index, part in enumerate(module.modules())}
-    return sorted(found, key=lambda block_list: order[id(block_list.blocks[0])])
+    return sorted(found, key=lambda block_list: order.get(id(block_list.blocks[0]), len(order)))
 
 
 def _by_name(module: nn.Module, name: str) -> list[BlockList]:
-    modules = dict(module.named_modules())
-    if name in modules:
-        target = modules[name]
-        members = _members(target)
-        if isinstance(target, nn.ModuleDict) and not members:
-            members = list(target.items())
-        if not members:
-            raise ValueError(
-                f"blocks={name!r} is a {type(target).__name__} without members: the path of a ModuleList, "
-                f"Sequential or ModuleDict is due{_hint(target, name)}"
-            )
-        return [BlockList(name, tuple(m for _, m in members), tuple(f"{name}.{key}" for key, _ in members))]
+    try:
+        target = module.get_submodule(name)  # aliases and paths through torch.compile too
+    except AttributeError:
+        return _by_class(module, name)
+    path = next((path for path, part in module.named_modules() if part is target), name)
+    return _by_path(target, path, name)
+
+
+def _by_path(target: nn.Module, path: str, name: str) -> list[BlockList]:
+    members = _members(target) or (_children(target) if isinstance(target, nn.ModuleDict) else [])
+    if not members:
+        raise ValueError(
+            f"blocks={name!r} is a single {class_of(target).__name__}: the path of a ModuleList, Sequential or "
+            f"ModuleDict with members is due, or a class name. {_found(target)}"
+        )
+    if not any(_is_container(member) for _, member in members):
+        return [_list_of(path, members)]
+    if (as_list := _as_list(target, path)) is not None:
+        return [as_list]
+    if all(_is_container(member) for _, member in members):
+        return [found for key, member in members for found in _by_path(member, f"{path}.{key}", name)]
+    raise ValueError(
+        f"blocks={name!r}: some members have no forward and are never called ({_classes([m for _, m in members])}); "
+        "name the lists below it, or the class"
+    )
+
+
+def _by_class(module: nn.Module, name: str) -> list[BlockList]:
+    modules = {path: part for path, part in module.named_modules() if not path.endswith("_orig_mod")}
     of_class = [(path, part) for path, part in modules.items() if path and _has_class_name(part, name)]
     if not of_class:
         known = [path for path, part in modules.items() if path and _members(part)]
-        known += sorted({class_of(part).__name__ for part in modules.values() if any(part.children())})
-        raise ValueError(f"blocks={name!r} is neither a path nor a class in the model; {nearest(name, known)}")
+        known += sorted(
+            {
+                class_of(part).__name__
+                for path, part in modules.items()
+                if path and any(part.children()) and not _is_container(part)
+            }
+        )
+        raise ValueError(
+            f"blocks={name!r} is neither a path nor a class in the model; "
+            f"{nearest(name, known) if known else 'it has no lists'}"
+        )
+    if containers := [path for path, part in of_class if _is_container(part)]:
+        raise ValueError(
+            f"blocks={name!r}: {containers[0]} has no forward and is never called; name the class of its members, or "
+            "the list by its dotted path"
+        )
     for path, _ in of_class:
         for other, _ in of_class:
             if other.startswith(f"{path}."):
                 raise ValueError(f"blocks={name!r}: {other} lies inside {path}; name the list by its dotted path")
     groups: dict[str, list[tuple[str, nn.Module]]] = {}
     for path, part in of_class:
-        groups.setdefault(path.rpartition(".")[0], []).append((path, part))
-    return [
-        BlockList(parent, tuple(part for _, part in group), tuple(path for path, _ in group))
-        for parent, group in groups.items()
-    ]
+        parent, _, key = path.rpartition(".")
+        groups.setdefault(parent, []).append((key, part))
+    return [_list_of(parent, group) for parent, group in groups.items()]
 
 
 def _has_class_name(part: nn.Module, name: str) -> bool:
     return any(cls.__name__ == name for cls in inspect.getmro(class_of(part)) if issubclass(cls, nn.Module))
-
-
-def _hint(target: nn.Module, name: str) -> str:
-    lists = [f"{name}.{path}" for path, part in target.named_modules() if path and _members(part)]
-    return f"; below it: {', '.join(lists[:5])}" if lists else ""
 
 
 def _refuse_shared_blocks(lists: Sequence[BlockList], cure: str) -> None:
