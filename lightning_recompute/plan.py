@@ -9,14 +9,17 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from yaml import YAMLError  # type: ignore[import-untyped]  # PyYAML ships no types
 
 from lightning_recompute.files import write_atomically
 
@@ -92,9 +95,12 @@ Action = Keep | Full | Selective | SaveOps
 _ACTIONS: dict[str, type[Action]] = {kind.name: kind for kind in (Keep, Full, Selective, SaveOps)}
 
 
-def _words(given: Iterable[str], what: str) -> tuple[str, ...]:
+def _words(given: Sequence[str], what: str) -> tuple[str, ...]:
+    # no sets: their order differs between processes, and plans are compared by value
+    if not isinstance(given, Sequence) or not all(isinstance(word, str) for word in given):
+        raise TypeError(f"{what} takes a name or a list of names, found {given!r}")
     words = (given,) if isinstance(given, str) else tuple(given)
-    if not words or not all(isinstance(word, str) and word for word in words):
+    if not words or not all(words):
         raise ValueError(f"{what} takes one or more names, found {given!r}")
     return words
 
@@ -192,15 +198,22 @@ class RecomputePlan:
             path: A yaml file with `segments:`, a list of `{start, stop, action, inputs, modules, ops}`.
 
         Raises:
-            ValueError: The file holds no plan, or an unknown action or key.
+            ValueError: The file is no yaml, holds no plan, or an unknown action or key. The message names the file.
             FileNotFoundError: There is no such file.
         """
-        content = OmegaConf.to_container(OmegaConf.load(Path(path)), resolve=True)
+        text = Path(path).read_bytes()
+        try:
+            content = OmegaConf.to_container(OmegaConf.load(io.StringIO(text.decode("utf-8"))))
+        except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:  # OSError: a bare number
+            raise ValueError(f"{path} cannot be read as yaml: {error}") from error
         if not isinstance(content, dict) or not isinstance(content.get("segments"), list):
             raise ValueError(f"{path} holds no plan: a list under 'segments:' is due")
         if unknown := sorted(set(map(str, content)) - {"segments", "record"}):
             raise ValueError(f"{path}: unknown key(s) {unknown}; a plan file has 'segments' and 'record'")
-        return cls(tuple(_from_dict(entry, path) for entry in content["segments"]))
+        try:
+            return cls(tuple(map(_from_dict, content["segments"])))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from error
 
     def to_table(self) -> Table:
         """The plan as a rich table, a row a segment."""
@@ -216,11 +229,14 @@ class RecomputePlan:
             length = segment.stop - segment.start
             units = {"keep": "-", "selective": str(length)}.get(action.name, f"1 of {length}" if length > 1 else "1")
             last = f"..{segment.stop - 1}" if length > 1 else ""
-            table.add_row(f"{segment.start}{last}", units, action.name, recomputed, getattr(action, "inputs", "-"))
+            table.add_row(
+                f"{segment.start}{last}", units, action.name, escape(recomputed), getattr(action, "inputs", "-")
+            )
         return table
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=100, color_system=None)
+        # in a notebook rich would display the table instead of writing it
+        console = Console(file=io.StringIO(), width=100, color_system=None, force_jupyter=False)
         console.print(self.to_table())
         assert isinstance(console.file, io.StringIO)
         return console.file.getvalue().rstrip()
@@ -234,14 +250,14 @@ def _to_dict(segment: Segment) -> dict[str, Any]:
     return {"start": segment.start, "stop": segment.stop, "action": segment.action.name, **options}
 
 
-def _from_dict(entry: Any, path: str | os.PathLike[str]) -> Segment:
+def _from_dict(entry: Any) -> Segment:
     if not isinstance(entry, dict) or not {"start", "stop", "action"} <= set(entry):
-        raise ValueError(f"{path}: a segment needs start, stop and action, found {entry!r}")
+        raise ValueError(f"a segment needs start, stop and action, found {entry!r}")
     options = {str(key): value for key, value in entry.items()}
     start, stop, name = (options.pop(key) for key in ("start", "stop", "action"))
-    if name not in _ACTIONS:
-        raise ValueError(f"{path}: unknown action {name!r}; one of {', '.join(_ACTIONS)} is due")
+    if not isinstance(name, str) or name not in _ACTIONS:
+        raise ValueError(f"unknown action {name!r}; one of {', '.join(_ACTIONS)} is due")
     known = {field.name for field in dataclasses.fields(_ACTIONS[name])}
     if unknown := sorted(set(options) - known):
-        raise ValueError(f"{path}: action {name!r} takes {sorted(known) or 'no option'}, found {unknown}")
+        raise ValueError(f"action {name!r} takes {sorted(known) or 'no option'}, found {unknown}")
     return Segment(start, stop, _ACTIONS[name](**options))
