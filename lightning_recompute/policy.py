@@ -142,9 +142,10 @@ def is_pattern(module: str) -> bool:
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
-    """A clause naming the nearest known word, or all of them."""
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+    """A sentence naming the nearest known word, or the known words."""
+    if close := difflib.get_close_matches(word, known, n=1):
+        return f"did you mean {close[0]!r}?"
+    return f"known: {', '.join(known[:12])}{', ...' if len(known) > 12 else '.'}"
 
 
 def _one_of(word: str, value: object, allowed: Sequence[str]) -> None:
