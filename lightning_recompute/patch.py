@@ -91,13 +91,15 @@ class Patch:
         module.forward = self._installed
 
     def remove(self) -> None:
-        """Put the former forward back, unless somebody else patched the module since."""
+        """Put the former forward back; under somebody else's later patch only this one is switched off."""
         if self.module.__dict__.get("forward") is not self._installed:
             logger.warning(
                 "the forward of a %s was replaced after recompute was applied; it is left as it is and the "
                 "recompute below it is switched off",
                 type(self.module).__name__,
             )
+            # the later patch may hold on to what was installed: from now on that calls the original and nothing else
+            self._installed.__setstate__((self._installed.args[0], (), {}, {}))  # type: ignore[attr-defined]
             return
         if self._had_attribute:
             self.module.forward = self._former
