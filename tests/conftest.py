@@ -16,6 +16,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# the same examples in every run, and no judgement on the speed of a busy machine
+settings.register_profile(
+    "steady", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("steady")
 
 
 @pytest.fixture(autouse=True)
