@@ -108,14 +108,16 @@ int64_t serial_of(const c10::StorageImpl* storage) {
 
 extern "C" {
 
-// Call once. 0 when there is an allocator already that cannot be built upon.
+// Makes the allocator torch's; again is as good as once. 0 when there is one already that cannot be built upon.
 int install() {
+  static auto* allocator = new CountingAllocator;  // outlives every tensor
   c10::Allocator* before = c10::GetCPUAllocator();
+  if (before == allocator) return 1;
+  if (base != nullptr) return 0;  // ours is beneath that of somebody else
   if (before != c10::GetDefaultCPUAllocator()) {
     if (before->raw_deleter() == nullptr) return 0;
     base = before;
   }
-  static auto* allocator = new CountingAllocator;  // outlives every tensor
   c10::SetCPUAllocator(allocator, /*priority=*/255);
   return c10::GetCPUAllocator() == allocator;
 }

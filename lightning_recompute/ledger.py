@@ -31,7 +31,9 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         return
     if is_wrapper(type(tensor)):
         for name in cast(Any, tensor).__tensor_flatten__()[0]:
-            yield from plain_tensors(getattr(tensor, name))
+            part = getattr(tensor, name)
+            if isinstance(part, Tensor):  # a DTensor lists its mesh, too
+                yield from plain_tensors(part)
     elif tensor.layout == torch.strided:
         yield tensor
     elif tensor.layout == torch.sparse_coo:

@@ -16,7 +16,7 @@ _BYTES_PER_UNIT = {
     **{unit.lower(): 1024**power for power, unit in enumerate(_BINARY)},
     **{unit.lower(): 1000**power for power, unit in enumerate(_DECIMAL, start=1)},
 }
-_SIZE = re.compile(r"(?P<number>[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?)\s*(?P<unit>[a-z]*)", re.IGNORECASE)
+_SIZE = re.compile(r"(?P<number>[+-]?(\d+(_\d+)*\.?\d*|\.\d+)(e[+-]?\d+)?)\s*(?P<unit>[a-z]*)", re.IGNORECASE)
 
 
 def parse_bytes(size: str | int | float) -> int:
