@@ -6,6 +6,7 @@ too (Chowdhery et al. 2022, PaLM, appendix B). Their difference is what recomput
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import statistics
 import time
@@ -248,6 +249,8 @@ def tensors_in(batch: Any, _depth: int = 6) -> Iterator[Tensor]:
         parts = batch.values()
     elif isinstance(batch, (list, tuple)):
         parts = batch
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        parts = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
     elif hasattr(batch, "__dict__") and not isinstance(batch, type):
         parts, _depth = vars(batch).values(), _depth - 2  # an object may refer to half of the program
     if _depth > 0:
