@@ -144,10 +144,10 @@ class RecomputeStrategy(ReplicatedStrategy):
             offload_saved_activations=offload_saved_activations,
         )
         self._what = policy if plan is None else _explicit(plan, policy)
-        if "shard" in self._placements():
+        if distribute_saved_activations:
             raise ValueError(
-                "distribute_saved_activations (inputs: shard in a plan) needs tensor-parallel ranks to keep the "
-                "shards; every process of this strategy holds the whole model. Leave it out"
+                "distribute_saved_activations=True needs tensor-parallel ranks to keep the shards; every process of "
+                "this strategy holds the whole model. Leave it out"
             )
         self._recompute: RecomputeHandle | None = None
         meet_other_lightning(type(self))
@@ -169,11 +169,6 @@ class RecomputeStrategy(ReplicatedStrategy):
         if isinstance(self._what, RecomputePolicy) and self._what.granularity is None:
             logger.info("granularity=None: nothing is recomputed")
             return
-        if "host" in self._placements() and self.root_device.type == "cpu":
-            raise ValueError(
-                "offload_saved_activations (inputs: host in a plan) moves unit inputs from the device to host memory; "
-                "this run is on the CPU, where they already are. Leave it out, or run on a GPU"
-            )
         self._recompute = apply_recompute(self.lightning_module, self._what, blocks=self.blocks)
         # asks the other processes for the folder, so all of them go through it
         folder = trainer.log_dir
@@ -226,11 +221,6 @@ class RecomputeStrategy(ReplicatedStrategy):
             f"RecomputeStrategy: {'not every block is' if plan is not None else 'no block was'} being recomputed. "
             "granularity='full' with method='uniform' keeps least; after that, a smaller batch"
         )
-
-    def _placements(self) -> set[str]:
-        if isinstance(self._what, RecomputePolicy):
-            return {self._what.inputs}
-        return {getattr(segment.action, "inputs", "device") for segment in self._what.segments}
 
     def _write_plan(self, folder: str, trainer: pl.Trainer) -> None:
         assert self._recompute is not None

@@ -1,0 +1,146 @@
+"""Two processes on this machine, each with a hard time limit.
+
+Importing Lightning takes longer than most of what is tested, so `in_ranks` forks its processes from one server
+that has done it; `start` runs a script as a user would, through its launcher.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NUM_PROCESSES = 2
+LIMIT_SECONDS = 150
+HERE = Path(__file__).parent
+PRELOADED = ["lightning_modules", "lightning_recompute.strategy"]
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def local_rank() -> int:
+    """Rank before, while and after Lightning's launcher has set it."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def in_ranks(function: Callable[[Path], Any], folder: Path, limit: float = LIMIT_SECONDS) -> list[Any]:
+    """Call `function(folder)` in two processes that a Trainer with two devices takes for its own.
+
+    Args:
+        function: Top-level function of a module in this folder. It runs in `folder`.
+        folder: Where each rank leaves its result and its output.
+        limit: Seconds until the processes are killed and the test fails.
+
+    Returns:
+        What each rank returned: tensors, numbers, strings, and lists and dicts of them.
+    """
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(NUM_PROCESSES)}
+    ranks = [world | {"LOCAL_RANK": str(rank), "NODE_RANK": "0"} for rank in range(NUM_PROCESSES)]
+    _in_processes(function, folder, ranks, limit)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(NUM_PROCESSES)]
+
+
+def in_one(function: Callable[[Path], Any], folder: Path, limit: float = LIMIT_SECONDS) -> Any:
+    """Call `function(folder)` in one process that may launch others; see `in_ranks`."""
+    _in_processes(function, folder, [{}], limit)
+    return torch.load(folder / "0.pt")
+
+
+def _in_processes(
+    function: Callable[[Path], Any], folder: Path, environments: list[dict[str, str]], limit: float
+) -> None:
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(PRELOADED)
+    processes = [
+        server.Process(target=_child, args=(function, folder, index, environment))
+        for index, environment in enumerate(environments)
+    ]
+    deadline = time.monotonic() + limit
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    late = [process for process in processes if process.is_alive()]
+    for process in late:
+        process.kill()
+        process.join()
+    if late or any(process.exitcode for process in processes):
+        output = "\n".join(path.read_text()[-6000:] for path in sorted(folder.glob("*.txt")))
+        codes = [process.exitcode for process in processes]
+        raise AssertionError(f"{len(late)} alive after {limit} s, exit codes {codes}:\n{output}")
+
+
+def _child(function: Callable[[Path], Any], folder: Path, index: int, environment: dict[str, str]) -> None:
+    os.environ.update(environment, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    os.chdir(folder)
+    with open(f"{index}.txt", "w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    torch.set_num_threads(1)
+    try:
+        torch.save(function(folder), f"{index}.pt")
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+@dataclass
+class Outcome:
+    """How a script ended.
+
+    Args:
+        returncode: Exit code of the process that was started (rank 0, or torchrun).
+        output: stdout and stderr of all processes.
+    """
+
+    returncode: int
+    output: str
+
+
+def start(script: str, *args: object, torchrun: bool = False) -> subprocess.Popen[str]:
+    """Start a script of this folder in a process group of its own."""
+    left = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED", "PYTEST_")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(left)}
+    command = [sys.executable]
+    if torchrun:
+        command += ["-m", "torch.distributed.run", f"--nproc-per-node={NUM_PROCESSES}", "--master-addr=127.0.0.1"]
+        command += [f"--master-port={free_port()}"]
+    return subprocess.Popen(
+        [*command, str(HERE / script), *map(str, args)],
+        env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], limit: float = LIMIT_SECONDS) -> Outcome:
+    """Wait for a started script and all its children; kill its process group and fail when they outlive the limit."""
+    try:
+        # every child holds the pipe: this returns when the last one has ended
+        output, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"processes still alive after {limit} s:\n{output[-8000:]}") from None
+    return Outcome(process.returncode, output)
