@@ -64,7 +64,8 @@ class GPT(LightningModule):
         tied_head: whether the head shares the token embedding's weight. None: yes for a named size, else no.
         dropout: rate after the embedding, attention and MLP.
         attention_dropout: rate on attention probabilities. None: the same as dropout.
-        attention: eager (matmul, softmax, dropout, matmul) or sdpa (torch's fused kernel).
+        attention: eager (matmul, softmax, dropout, matmul) or sdpa (torch's fused kernel; on a CPU torch fuses it only
+            where attention_dropout is 0).
         learning_rate: peak of AdamW's learning rate.
         min_learning_rate: where the cosine ends.
         weight_decay: of the linears' weights; norms, biases and embeddings (a tied head with them) have none.
@@ -336,7 +337,7 @@ def resolve_shape(
         if found:
             raise ValueError(
                 f"size={size!r} is an architecture with {spell({name: due[name] for name in found})}, but found "
-                f"{spell(found)}; leave that out, or leave size out and write {spell(shape)} beside it"
+                f"{spell(found)}; leave that out, or leave size out and write beside it {spell(shape)}, tied_head=True"
             )
     shape = DEFAULT_SHAPE | shape | {name: number for name, number in given.items() if number is not None}
     h = shape["hidden_size"]
