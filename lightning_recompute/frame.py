@@ -2,105 +2,58 @@
 
 While a frame's calls run, every tensor that autograd saves is packed into an empty holder; the first holder that
 backward asks for makes the frame replay its calls and fill all holders that are still alive. Public torch API
-only: this file is the owner of `saved_tensors_hooks`.
+only: this file and discard.py are the owners of `saved_tensors_hooks`.
 """
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.module_tracker import ModuleTracker
 
 from lightning_recompute.ambient import (
-    BufferNames,
-    ModuleState,
     RngStates,
     Surroundings,
+    rng_devices,
     rng_states,
     same_rng,
     set_rng_states,
     version_of,
 )
+from lightning_recompute.calls import (
+    Args,
+    Call,
+    FreshCopy,
+    Input,
+    Kwargs,
+    Learned,
+    Returned,
+    host_rng,
+    same_host_rng,
+)
+from lightning_recompute.errors import RecomputeError
+from lightning_recompute.module_state import ModuleState, watch_hooks
+from lightning_recompute.patch import CompiledOriginal
+from lightning_recompute.placement import DevicePlacement, Placement
+from lightning_recompute.save_ops import DECISIONS, OpSet, SavedOps
 
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-
-
-class RecomputeError(RuntimeError):
-    """Found while training: a replay cannot give, or did not give, what the forward gave."""
+_DECISIONS = OpSet(DECISIONS)
+_ON_DEVICE = DevicePlacement()
+_DIFFERS = (
+    "The block does not compute the same thing twice: look for data-dependent branches, counters, or random numbers "
+    "from a source other than torch's default generators; code that must run once can ask is_recomputing()"
+)
 
 
 class _Stop(BaseException):
     """Leaves a replay at the last tensor still needed; no `except Exception` of a user's forward stops it."""
-
-
-class _SaveInputs(torch.autograd.Function):
-    """Holds tensors as autograd holds them: hooks around a unit see them, and writes to them are found."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return torch.empty(0)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
-        return torch.empty(0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Input:
-    """Stands for a tensor argument: its place among the saved inputs."""
-
-    position: int
-    requires_grad: bool
-
-    def take(self, saved: Sequence[Tensor], copy: bool) -> Tensor:
-        tensor = saved[self.position].detach().requires_grad_(self.requires_grad)
-        return tensor.clone() if copy else tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Returned:
-    """Stands for an argument that an earlier call of the same frame returned."""
-
-    call: int
-    leaf: int
-
-
-class FreshCopy:
-    """Stands for an argument that the forward fills, such as a cache: each run of the forward gets its own copy.
-
-    Args:
-        value: The argument as the caller passed it. Its objects and containers are copied, tensors are shared.
-    """
-
-    def __init__(self, value: Any) -> None:
-        self._value = _copy_object(value)
-
-    def take(self) -> Any:
-        """A copy in the state of the call."""
-        return _copy_object(self._value)
-
-
-def _copy_object(value: Any, depth: int = 5) -> Any:
-    if isinstance(value, Tensor | torch.Size | torch.dtype | type) or depth == 0 or callable(value):
-        return value
-    if isinstance(value, list):
-        return [_copy_object(entry, depth - 1) for entry in value]
-    if isinstance(value, dict):
-        return {key: _copy_object(entry, depth - 1) for key, entry in value.items()}
-    if not hasattr(value, "__dict__"):
-        return value
-    twin = copy.copy(value)
-    vars(twin).update({name: _copy_object(entry, depth - 1) for name, entry in vars(value).items()})
-    return twin
 
 
 class _Holder:
@@ -113,68 +66,28 @@ class _Holder:
         self.value: Tensor | None = None
 
 
-class Learned:
-    """What the first call of a block taught about it: the buffers and inputs that it writes."""
-
-    __slots__ = ("buffers", "writes_inputs")
-
-    def __init__(self) -> None:
-        self.buffers: BufferNames | None = None
-        self.writes_inputs: bool | None = None
-
-
-class _Call:
-    """One call of a frame, with all that is needed to make it again."""
-
-    def __init__(self, name: str, function: Callable[..., Any], first_saved: int) -> None:
-        self.name = name
-        self.function = function
-        # a bound method, or an Original
-        self.module: nn.Module = function.__self__  # type: ignore[attr-defined]
-        self.first_saved = first_saved
-        self.leaves: list[Any] = []
-        self.spec: TreeSpec
-        self.saver: Any = None
-        self.on_copies = False
-        self.parameters = [(parameter, parameter._version) for parameter in self.module.parameters()]
-        self.devices: tuple[torch.device, ...] = ()
-        self.rng: RngStates | None = None
-        self.surroundings: Surroundings
-        self.state: ModuleState
-
-    def replay(self, outputs: Sequence[Sequence[Any]]) -> list[Any]:
-        """Run the forward again; returns the leaves of its output."""
-        for parameter, version in self.parameters:
-            if parameter._version != version:
-                raise RecomputeError(_changed_parameter(self))
-        try:
-            saved = self.saver.saved_tensors
-        except RuntimeError as error:
-            raise RecomputeError(
-                f"{self.name}: an input was changed in place after the block read it, so the block cannot be "
-                f"recomputed; write to a copy instead ({error})"
-            ) from error
-        args, kwargs = tree_unflatten([self._argument(leaf, saved, outputs) for leaf in self.leaves], self.spec)
-        if self.rng is not None:
-            set_rng_states(self.devices, self.rng)
-        with self.state.restored(self.module):
-            return tree_flatten(self.surroundings.run(self.function, args, kwargs))[0]
-
-    def _argument(self, leaf: Any, saved: Sequence[Tensor], outputs: Sequence[Sequence[Any]]) -> Any:
-        if isinstance(leaf, _Input):
-            return leaf.take(saved, self.on_copies)
-        if isinstance(leaf, _Returned):
-            return outputs[leaf.call][leaf.leaf]
-        return leaf.take() if isinstance(leaf, FreshCopy) else leaf
+Packed = _Holder | tuple[Call, nn.Parameter, int]
 
 
 class Frame:
-    """The calls of one unit in one forward, and the tensors that autograd saved in them."""
+    """The calls of one unit in one forward, and the tensors that autograd saved in them.
 
-    def __init__(self) -> None:
-        self.calls: list[_Call] = []
+    Args:
+        placement: Where the inputs of its calls live until backward.
+        ops: Operators whose outputs are saved rather than computed again.
+        check: Compare the first replay of each block with its forward, value by value.
+    """
+
+    def __init__(self, placement: Placement = _ON_DEVICE, ops: OpSet | None = None, check: bool = False) -> None:
+        self.calls: list[Call] = []
         # for each tensor saved, in order: its holder, shape and dtype; None for a parameter, which is kept itself
         self.saved: list[tuple[weakref.ref[_Holder], torch.Size, torch.dtype] | None] = []
+        self._placement = placement
+        self._ops = ops
+        self._check = check
+        # under check: where each tensor was saved, and a copy of it
+        self._copies: list[tuple[str, Tensor]] = []
+        self._tracker: ModuleTracker | None = None
         # for each call the tensors it returned: place in the output, the tensor, its version
         self._outputs: list[list[tuple[int, weakref.ref[Tensor], int]]] = []
         self._rng_after: RngStates | None = None
@@ -193,38 +106,45 @@ class Frame:
 
         Returns:
             What the forward returns.
+
+        Raises:
+            RecomputeError: The forward wrote a buffer for the first time after its first call.
         """
-        call = _Call(name, function, len(self.saved))
+        module: nn.Module = function.__self__  # type: ignore[attr-defined]  # a bound method, or an Original
+        call = Call(name, function, module, len(self.saved))
+        first = learned.written is None
         leaves, call.spec = tree_flatten((args, kwargs))
         tensors = self._refer(call, leaves)
-        call.devices = tuple(dict.fromkeys(t.device for t in tensors if t.device.type not in ("cpu", "meta")))
-        call.surroundings = Surroundings(("cpu", *dict.fromkeys(device.type for device in call.devices)))
-        call.state = ModuleState(call.module, learned.buffers)
+        self._surround(call, tensors)
+        call.state = ModuleState(module, learned.written)
+        call.observers = learned.observers
         # a forward that writes its inputs is replayed on copies; its first call finds that out
         versions = [version_of(tensor) for tensor in tensors]
-        copies = [] if learned.writes_inputs is False else [tensor.detach().clone() for tensor in tensors]
-        call.on_copies = bool(learned.writes_inputs)
-        call.saver = _save(copies if call.on_copies else tensors)
-        start = call.rng = rng_states(call.devices)
+        copies = [tensor.detach().clone() for tensor in tensors] if first or learned.writes_inputs else []
+        call.on_copies = learned.writes_inputs
+        call.inputs = self._placement.save(copies if call.on_copies else tensors)
+        start = call.rng
+        assert start is not None
+        if first or learned.draws_on_host:
+            call.host_rng = host_rng()
         self.calls.append(call)
-        args, kwargs = tree_unflatten(
-            [leaf.take() if isinstance(leaf, FreshCopy) else leaf for leaf in leaves], call.spec
-        )
-        with saved_tensors_hooks(self._pack, _unpack):
-            result = function(*args, **kwargs)
-        if learned.writes_inputs is None:
+        result = self._run(call, leaves, learned, first)
+        if first:
             learned.writes_inputs = call.on_copies = versions != [version_of(tensor) for tensor in tensors]
             if call.on_copies:
-                call.saver = _save(copies)
+                call.inputs = self._placement.save(copies)
+            learned.draws_on_host = call.host_rng is not None and not same_host_rng(call.host_rng, host_rng())
+            if not learned.draws_on_host:
+                call.host_rng = None
         self._settle_rng(call, start)
         try:
-            written = call.state.settle(call.module, compare_values=learned.buffers is None)
+            written = call.state.settle(module, compare_values=first)
         except LookupError as error:
             raise RecomputeError(
-                f"{name}: its forward wrote the buffer {error} for the first time after its first call, so the value "
+                f"{name}: its forward wrote {error.args[0]!r} for the first time after its first call, so the value "
                 "before is not known; write it from the first step on, or keep this block out of recompute"
             ) from None
-        learned.buffers = written | (learned.buffers or frozenset())
+        learned.written = written | (learned.written or frozenset())
         self._outputs.append(
             [
                 (index, weakref.ref(leaf), version_of(leaf))
@@ -233,6 +153,57 @@ class Frame:
             ]
         )
         return result
+
+    def _run(self, call: Call, leaves: Sequence[Any], learned: Learned, first: bool) -> Any:
+        assert call.module is not None
+        assert call.state is not None
+        args, kwargs = tree_unflatten(
+            [leaf.take() if isinstance(leaf, FreshCopy) else leaf for leaf in leaves], call.spec
+        )
+        with contextlib.ExitStack() as stack:
+            if not call.state.hooks <= learned.hooks:
+                learned.hooks |= call.state.hooks
+                stack.enter_context(watch_hooks(call.module, learned.observers))
+            if self._check and not learned.checked:
+                self._tracker = stack.enter_context(ModuleTracker())
+            stack.enter_context(self.packing())
+            if self._ops is not None:
+                call.ops = SavedOps(self._ops)
+            elif learned.decides or (first and not isinstance(call.function, CompiledOriginal)):
+                call.ops = SavedOps(_DECISIONS, keep=True)
+            if call.ops is not None:
+                stack.enter_context(call.ops.saving())
+            result = call.function(*args, **kwargs)
+        self._tracker = None
+        if self._ops is None and call.ops is not None:
+            learned.decides = bool(call.ops.outputs)
+            if not learned.decides:
+                call.ops = None
+        return result
+
+    def _surround(self, call: Call, tensors: Sequence[Tensor]) -> None:
+        call.devices = rng_devices(tensors)
+        call.surroundings = Surroundings(("cpu", *dict.fromkeys(device.type for device in call.devices)))
+        call.rng = rng_states(call.devices)
+
+    def packing(self) -> saved_tensors_hooks:
+        """While this is entered, tensors that autograd saves are left to the frame."""
+        return saved_tensors_hooks(self._pack, _unpack)
+
+    def open_tape(self, name: str, function: Callable[..., Any], tensors: Sequence[Tensor]) -> Call:
+        """Begin a call that is recorded function by function; its inputs are told when it is closed."""
+        call = Call(name, function, None, len(self.saved))
+        self._surround(call, tensors)
+        self.calls.append(call)
+        return call
+
+    def close_tape(self, call: Call, inputs: Sequence[Tensor]) -> None:
+        """End it: `function(*inputs)` makes the whole call again."""
+        call.leaves = [Input(index, tensor.requires_grad) for index, tensor in enumerate(inputs)]
+        call.spec = tree_flatten((tuple(inputs), {}))[1]
+        call.inputs = self._placement.save(inputs)
+        assert call.rng is not None
+        self._settle_rng(call, call.rng)
 
     def check_follows(self, name: str, args: Args, kwargs: Kwargs) -> None:
         """Refuse a call whose hidden state is not what the block before returned.
@@ -254,10 +225,10 @@ class Frame:
         self._rng_after = None
         self._outputs.clear()
 
-    def _refer(self, call: _Call, leaves: list[Any]) -> list[Tensor]:
+    def _refer(self, call: Call, leaves: list[Any]) -> list[Tensor]:
         """Fill the call's leaves with references for tensors; returns the tensors to be saved."""
         returned = {
-            id(output()): (_Returned(index, leaf), version)
+            id(output()): (Returned(index, leaf), version)
             for index, outputs in enumerate(self._outputs)
             for leaf, output, version in outputs
         }
@@ -270,11 +241,11 @@ class Frame:
             if reference is not None and version == version_of(leaf):
                 call.leaves.append(reference)
             else:
-                call.leaves.append(_Input(len(tensors), leaf.requires_grad))
+                call.leaves.append(Input(len(tensors), leaf.requires_grad))
                 tensors.append(leaf)
         return tensors
 
-    def _settle_rng(self, call: _Call, start: RngStates) -> None:
+    def _settle_rng(self, call: Call, start: RngStates) -> None:
         """Keep a state only where something was drawn and the replay of the calls before does not end in it."""
         after = rng_states(call.devices)
         if same_rng(start, after):
@@ -284,7 +255,11 @@ class Frame:
             call.rng = None
         self._rng_after = after
 
-    def _pack(self, tensor: Tensor) -> _Holder | tuple[_Call, nn.Parameter, int]:
+    def _pack(self, tensor: Tensor) -> Packed:
+        if self._tracker is not None:
+            # under check: the innermost module now running, as torch's tracker names it
+            where = max(self._tracker.parents - {"Global"}, key=len, default="")
+            self._copies.append((where.partition(".")[2], tensor.detach().clone()))
         if isinstance(tensor, nn.Parameter):
             self.saved.append(None)
             return self.calls[-1], tensor, tensor._version
@@ -294,10 +269,23 @@ class Frame:
 
     # ---- backward
 
-    def replay(self) -> None:
-        """Run the calls again, up to the last tensor still needed, and give every live holder its value."""
-        last = max(index for index, entry in enumerate(self.saved) if entry is not None and entry[0]() is not None)
+    def replay(self, for_output: bool = False) -> list[Any]:
+        """Make the calls again and give every holder that is still alive its value.
+
+        Args:
+            for_output: Run to the end. Otherwise the replay stops at the last tensor that is still needed.
+
+        Returns:
+            The leaves of the last call's output, if it ran to the end.
+
+        Raises:
+            RecomputeError: The replay does not do what the forward did.
+        """
+        live = [index for index, entry in enumerate(self.saved) if entry is not None and entry[0]() is not None]
+        last = -1 if for_output else live[-1]
+        copies, self._copies = self._copies, []
         position = 0
+        call = self.calls[0]
 
         def pack(tensor: Tensor) -> Tensor:
             nonlocal position
@@ -308,9 +296,11 @@ class Frame:
                 reference, shape, dtype = entry
                 if (tensor.shape, tensor.dtype) != (shape, dtype):
                     raise RecomputeError(
-                        f"{name}: the replay saved {_describe(tensor.shape, tensor.dtype)} where the forward saved "
-                        f"{_describe(shape, dtype)} (tensor {index - first} of the block). {_DIFFERS}"
+                        f"{call.name}: the replay saved {_describe(tensor.shape, tensor.dtype)} where the forward "
+                        f"saved {_describe(shape, dtype)} (tensor {index - call.first_saved} of the block). {_DIFFERS}"
                     )
+                if index < len(copies):
+                    _compare(call.name, *copies[index], value)
                 holder = reference()
                 if holder is not None and holder.value is None:
                     holder.value = value
@@ -321,38 +311,28 @@ class Frame:
         devices = tuple(dict.fromkeys(device for call in self.calls for device in call.devices))
         now = rng_states(devices) if any(call.rng is not None for call in self.calls) else None
         outputs: list[list[Any]] = []
-        name, first = self.calls[0].name, 0
         try:
             with torch.enable_grad(), saved_tensors_hooks(pack, _as_it_is):
-                for call in self.calls:
-                    name, first = call.name, call.first_saved
-                    if position != first:
-                        raise RecomputeError(
-                            f"{self.calls[len(outputs) - 1].name}: the replay saved {position} tensors up to the end "
-                            f"of this block, the forward {first}. {_DIFFERS}"
-                        )
+                for call in self.calls:  # pack() names the call that runs
+                    if position != call.first_saved:
+                        before = self.calls[len(outputs) - 1]
+                        raise RecomputeError(_saved_otherwise(before, position, call.first_saved))
                     outputs.append(call.replay(outputs))
         except _Stop:
-            return
+            return []
         finally:
             if now is not None:
                 set_rng_states(devices, now)
-        raise RecomputeError(
-            f"{self.calls[-1].name}: the replay saved {position} tensors, the forward {len(self.saved)}. {_DIFFERS}"
-        )
+        if position != len(self.saved) or not for_output:
+            raise RecomputeError(_saved_otherwise(self.calls[-1], position, len(self.saved)))
+        return outputs[-1]
 
 
-_DIFFERS = (
-    "The block does not compute the same thing twice: look for data-dependent branches, counters, or random numbers "
-    "from a source other than torch's default generators; code that must run once can ask is_recomputing()"
-)
-
-
-def _unpack(packed: _Holder | tuple[_Call, nn.Parameter, int]) -> Tensor:
+def _unpack(packed: Packed) -> Tensor:
     if not isinstance(packed, _Holder):
         call, parameter, version = packed
         if parameter._version != version:
-            raise RecomputeError(_changed_parameter(call))
+            call.check_parameters()
         return parameter
     if packed.value is None:
         packed.frame.replay()
@@ -365,18 +345,17 @@ def _as_it_is(value: Tensor) -> Tensor:
     return value
 
 
-def _save(tensors: Sequence[Tensor]) -> Any:
-    anchor = torch.empty(0, requires_grad=True)  # so that there is a node even where no input needs grad
-    return _SaveInputs.apply(anchor, *tensors).grad_fn  # type: ignore[no-untyped-call]  # torch leaves it untyped
+def _compare(name: str, module: str, forward: Tensor, replayed: Tensor) -> None:
+    if not torch.equal(forward, replayed) and not torch.allclose(forward, replayed, rtol=0, atol=0, equal_nan=True):
+        difference = (forward.double() - replayed.double()).abs().max().item()
+        raise RecomputeError(
+            f"{name}: a value saved in {module or 'the block itself'} {_describe(forward.shape, forward.dtype)} "
+            f"differs in the replay by up to {difference:.3g}. {_DIFFERS}"
+        )
 
 
-def _changed_parameter(call: _Call) -> str:
-    versions = {id(parameter): version for parameter, version in call.parameters}
-    changed = [name for name, p in call.module.named_parameters() if versions.get(id(p)) != p._version]
-    return (
-        f"{call.name}: parameter {', '.join(changed) or 'of the block'} was changed in place between forward and "
-        "backward, so the block cannot be recomputed; run the backward before the optimizer step"
-    )
+def _saved_otherwise(call: Call, found: int, due: int) -> str:
+    return f"{call.name}: up to its end the replay saved {found} tensors, the forward {due}. {_DIFFERS}"
 
 
 def _describe(shape: torch.Size, dtype: torch.dtype) -> str:

@@ -74,13 +74,18 @@ class Patch:
         function: Called as `function(original, *arguments, *args, **kwargs)`; a module-level function, so that
             the module can still be pickled.
         arguments: Bound before the call's own.
+        attribute: The method to patch, where it is not the forward.
     """
 
-    def __init__(self, module: nn.Module, function: Callable[..., Any], *arguments: Any) -> None:
+    def __init__(
+        self, module: nn.Module, function: Callable[..., Any], *arguments: Any, attribute: str = "forward"
+    ) -> None:
         self.module = module
-        self._had_attribute = "forward" in module.__dict__
-        self._former = module.forward
-        self._compiled_call = getattr(module, "_compiled_call_impl", None)
+        self._attribute = attribute
+        self._had_attribute = attribute in module.__dict__
+        self._former = getattr(module, attribute)
+        is_forward = attribute == "forward"
+        self._compiled_call = getattr(module, "_compiled_call_impl", None) if is_forward else None
         original: Any = self._former
         if self._compiled_call is not None:
             original = CompiledOriginal(module, self._former, self._compiled_call)
@@ -88,22 +93,23 @@ class Patch:
         elif getattr(original, "__self__", None) is not module:
             original = Original(module, self._former)
         self._installed = functools.partial(function, original, *arguments)
-        module.forward = self._installed
+        setattr(module, attribute, self._installed)
 
     def remove(self) -> None:
         """Put the former forward back; under somebody else's later patch only this one is switched off."""
-        if self.module.__dict__.get("forward") is not self._installed:
+        if self.module.__dict__.get(self._attribute) is not self._installed:
             logger.warning(
-                "the forward of a %s was replaced after recompute was applied; it is left as it is and the "
+                "the %s of a %s was replaced after recompute was applied; it is left as it is and the "
                 "recompute below it is switched off",
+                self._attribute,
                 type(self.module).__name__,
             )
             # the later patch may hold on to what was installed: from now on that calls the original and nothing else
             self._installed.__setstate__((self._installed.args[0], (), {}, {}))  # type: ignore[attr-defined]
             return
         if self._had_attribute:
-            self.module.forward = self._former
+            setattr(self.module, self._attribute, self._former)
         else:
-            del self.module.forward
+            delattr(self.module, self._attribute)
         if self._compiled_call is not None:
             self.module._compiled_call_impl = self._compiled_call

@@ -1,0 +1,236 @@
+"""Freed outputs: what a norm or an activation made is not kept for its consumer but made again in backward.
+
+A consumer never saves the output object itself: a linear saves a 2-D view of it, autocast a cast. So the block's
+pack hook follows a saved tensor's `grad_fn` through views and casts. Where it comes to a node that a patched
+module marked, or to a node that can be evaluated again from what it saved itself (`F.gelu`, the product of
+SwiGLU), it keeps a reference to that instead of the tensor.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import Node, saved_tensors_hooks
+
+from lightning_recompute.ambient import version_of
+from lightning_recompute.errors import RecomputeError
+from lightning_recompute.frame import Frame
+from lightning_recompute.recompute_unit import Unit, checked_arguments, needs_grad
+
+_MARK = "lightning_recompute.output"
+_MAX_STEPS = 8
+_VIEW_NAMES = (
+    "View UnsafeView ReshapeAlias Transpose T Expand Permute Slice Alias Unsqueeze Squeeze Select Split SplitWithSizes "
+    "AsStrided Unflatten"
+)
+_VIEWS = frozenset(f"{name}Backward{number}" for name in _VIEW_NAMES.split() for number in (0, 1))
+_CAST = "ToCopyBackward0"
+
+
+class _Output:
+    """The output of a marked module: how to make it again.
+
+    Args:
+        frame: Holds the module's call.
+        leaf: Place of the tensor in the output.
+        tensor: The tensor.
+    """
+
+    def __init__(self, frame: Frame, leaf: int, tensor: Tensor) -> None:
+        self._frame = frame
+        self._leaf = leaf
+        self._tensor = weakref.ref(tensor)
+        self._version = version_of(tensor)
+        self._contiguous = tensor.is_contiguous()
+        self._numel = tensor.numel()
+        self.offset = tensor.storage_offset()
+        self.output_nr = tensor.output_nr
+        self._references: list[weakref.ref[_Reference]] = []
+
+    def refer(self, saved: Tensor, cast: bool) -> _Reference | None:
+        """A reference in place of a saved tensor; None if it may hold something else than the output."""
+        tensor = self._tensor()
+        if cast:
+            # a cast makes a new tensor: it is the output's only if nothing was cut or reordered on the way
+            same = tensor is not None and version_of(tensor) == self._version
+            if not (same and self._contiguous and saved.is_contiguous() and saved.numel() == self._numel):
+                return None
+        elif version_of(saved) != self._version:
+            return None
+        reference = _Reference(self, saved, 0 if cast else saved.storage_offset() - self.offset)
+        self._references.append(weakref.ref(reference))
+        return reference
+
+    def make(self) -> None:
+        """Make the output again and give it to every reference that is still alive."""
+        value = self._frame.replay(for_output=True)[self._leaf].detach()
+        for found in self._references:
+            reference = found()
+            if reference is not None:
+                reference.value = value
+
+
+class _Reference:
+    """Kept by the consumer in place of a marked module's output, a view or a cast of it."""
+
+    __slots__ = ("__weakref__", "_dtype", "_offset", "_output", "_size", "_stride", "value")
+
+    def __init__(self, output: _Output, saved: Tensor, offset: int) -> None:
+        self._output = output
+        self._dtype = saved.dtype
+        self._size = saved.size()
+        self._stride = saved.stride()
+        self._offset = offset
+        self.value: Tensor | None = None
+
+    def take(self) -> Tensor:
+        if self.value is None:
+            self._output.make()
+        value, self.value = self.value, None
+        assert value is not None, "an output is given to every live reference"
+        return _shaped(value, self._dtype, self._size, self._stride, self._offset)
+
+
+def _shaped(value: Tensor, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+    value = value.to(dtype)
+    return value.as_strided(size, stride, value.storage_offset() + offset)
+
+
+def _multiplied(node: Any) -> Tensor:
+    product: Tensor = node._saved_self * node._saved_other
+    return product
+
+
+# nodes whose output follows from what they saved anyway
+_NODES: dict[str, Callable[[Any], Tensor]] = {
+    "GeluBackward0": lambda node: F.gelu(node._saved_self, approximate=node._saved_approximate),
+    "SiluBackward0": lambda node: F.silu(node._saved_self),
+    "MishBackward0": lambda node: F.mish(node._saved_self),
+    "HardswishBackward0": lambda node: F.hardswish(node._saved_self),
+    "LeakyReluBackward0": lambda node: F.leaky_relu(node._saved_self, node._saved_negative_slope),
+    "SoftplusBackward0": lambda node: F.softplus(node._saved_self, node._saved_beta, node._saved_threshold),
+    "GluBackward0": lambda node: F.glu(node._saved_self, node._saved_dim),
+    "MulBackward0": _multiplied,
+}
+_ACTIVATIONS = frozenset(_NODES) - {"MulBackward0"} | {"SigmoidBackward0", "TanhBackward0", "ReluBackward0"}
+
+
+def _can_evaluate(node: Node) -> bool:
+    if node.name() != "MulBackward0":
+        return node.name() in _NODES
+    # both factors are saved only if both need grad; a product counts as an activation when one factor is one
+    factors = [_through(factor) for factor, _ in node.next_functions if factor is not None]
+    return len(factors) == 2 and any(factor.name() in _ACTIVATIONS for factor in factors)
+
+
+def _through(node: Node) -> Node:
+    """The node behind views and casts."""
+    for _ in range(_MAX_STEPS):
+        following = node.next_functions[0][0] if node.name() in _VIEWS or node.name() == _CAST else None
+        if following is None:
+            break
+        node = following
+    return node
+
+
+class _Evaluation:
+    """Kept by the consumer in place of a node's output."""
+
+    __slots__ = ("_dtype", "_node", "_offset", "_size", "_stride")
+
+    def __init__(self, node: Node, saved: Tensor) -> None:
+        self._node = node
+        self._dtype = saved.dtype
+        self._size = saved.size()
+        self._stride = saved.stride()
+        self._offset = saved.storage_offset()
+
+    def take(self) -> Tensor:
+        with torch.no_grad():
+            value = _NODES[self._node.name()](self._node)
+        return _shaped(value, self._dtype, self._size, self._stride, self._offset)
+
+
+Packed = _Reference | _Evaluation | tuple[Tensor, int]
+
+
+class _Recogniser:
+    """Hooks around a block's forward.
+
+    Args:
+        nodes: Recognise activations by their nodes as well.
+    """
+
+    def __init__(self, nodes: bool) -> None:
+        self._nodes = nodes
+
+    def hooks(self) -> saved_tensors_hooks:
+        return saved_tensors_hooks(self._pack, _unpack)
+
+    def _pack(self, saved: Tensor) -> Packed:
+        if saved.grad_fn is None:
+            return saved, version_of(saved)
+        # the detached alias shares memory and version; the tensor itself would keep its own graph alive for ever
+        return self._recognised(saved, saved.grad_fn) or (saved.detach(), version_of(saved))
+
+    def _recognised(self, saved: Tensor, node: Node) -> _Reference | _Evaluation | None:
+        cast, output_nr = False, saved.output_nr
+        for _ in range(_MAX_STEPS):
+            mark = node.metadata.get(_MARK)
+            if isinstance(mark, _Output):
+                return mark.refer(saved, cast) if mark.output_nr == output_nr else None
+            if self._nodes and _can_evaluate(node):
+                fresh = version_of(saved) == 0 and (not cast or saved.is_contiguous())
+                return _Evaluation(node, saved) if fresh else None
+            if node.name() == _CAST:
+                cast = True
+            elif node.name() not in _VIEWS:
+                return None
+            following, output_nr = node.next_functions[0]
+            if following is None:
+                return None
+            node = following
+        return None
+
+
+def _unpack(packed: Packed) -> Tensor:
+    if not isinstance(packed, tuple):
+        return packed.take()
+    tensor, version = packed
+    if version_of(tensor) != version:
+        # the words of autograd's own check, which hooks switch off
+        raise RecomputeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tuple(tensor.shape)} is at version {version_of(tensor)}; expected version {version} instead"
+        )
+    return tensor
+
+
+@torch.compiler.disable
+def recognising_forward(original: Callable[..., Any], nodes: bool, /, *args: Any, **kwargs: Any) -> Any:
+    """The patched forward of a block whose norms or activations free their outputs."""
+    if not torch.is_grad_enabled():
+        return original(*args, **kwargs)
+    with _Recogniser(nodes).hooks():
+        return original(*args, **kwargs)
+
+
+@torch.compiler.disable
+def freeing_forward(original: Callable[..., Any], unit: Unit, index: int, /, *args: Any, **kwargs: Any) -> Any:
+    """The patched forward of a module whose output is freed after its consumer has read it."""
+    module: nn.Module = original.__self__  # type: ignore[attr-defined]  # a bound method, or an Original
+    if not torch.is_grad_enabled() or not needs_grad(module, args, kwargs):
+        return original(*args, **kwargs)
+    name = unit.names[index]
+    args, kwargs = checked_arguments(module, name, args, kwargs)
+    frame = unit.new_frame()
+    result = frame.call(name, original, args, kwargs, unit.learned[index])
+    frame.close()
+    if isinstance(result, Tensor) and result.grad_fn is not None:
+        result.grad_fn.metadata[_MARK] = _Output(frame, 0, result)
+    return result
