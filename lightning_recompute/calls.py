@@ -152,7 +152,8 @@ class Call:
                 f"{self.name}: an input was changed in place after the block read it, so the block cannot be "
                 f"recomputed; write to a copy instead ({error})"
             ) from error
-        args, kwargs = tree_unflatten([self._argument(leaf, saved, outputs) for leaf in self.leaves], self.spec)
+        given = {leaf: leaf.take(saved, self.on_copies) for leaf in self.leaves if isinstance(leaf, Input)}
+        args, kwargs = tree_unflatten([self._argument(leaf, given, outputs) for leaf in self.leaves], self.spec)
         if self.rng is not None:
             set_rng_states(self.devices, self.rng)
         now = host_rng() if self.host_rng is not None else None
@@ -173,9 +174,10 @@ class Call:
             with self.ops.reusing():
                 return self.surroundings.run(self.function, args, kwargs)
 
-    def _argument(self, leaf: Any, saved: Sequence[Tensor], outputs: Sequence[Sequence[Any]]) -> Any:
+    @staticmethod
+    def _argument(leaf: Any, given: dict[Input, Tensor], outputs: Sequence[Sequence[Any]]) -> Any:
         if isinstance(leaf, Input):
-            return leaf.take(saved, self.on_copies)
+            return given[leaf]
         if isinstance(leaf, Returned):
             return outputs[leaf.call][leaf.leaf]
         return leaf.take() if isinstance(leaf, FreshCopy) else leaf

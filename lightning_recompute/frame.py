@@ -232,7 +232,7 @@ class Frame:
             for index, outputs in enumerate(self._outputs)
             for leaf, output, version in outputs
         }
-        tensors: list[Tensor] = []
+        tensors: dict[int, tuple[Tensor, Input]] = {}
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
                 call.leaves.append(leaf)
@@ -241,9 +241,10 @@ class Frame:
             if reference is not None and version == version_of(leaf):
                 call.leaves.append(reference)
             else:
-                call.leaves.append(Input(len(tensors), leaf.requires_grad))
-                tensors.append(leaf)
-        return tensors
+                # one tensor given twice is one tensor in the replay: attention asks whether `query is key`
+                _, given = tensors.setdefault(id(leaf), (leaf, Input(len(tensors), leaf.requires_grad)))
+                call.leaves.append(given)
+        return [tensor for tensor, _ in tensors.values()]
 
     def _settle_rng(self, call: Call, start: RngStates) -> None:
         """Keep a state only where something was drawn and the replay of the calls before does not end in it."""

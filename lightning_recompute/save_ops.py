@@ -76,12 +76,12 @@ class OpSet:
             RecomputeError: A word matched nothing, so that nothing would be saved for it.
         """
         if self._unseen:
-            ran = sorted(
-                {f.name().partition("::")[2].partition(".")[0] for f in self._known if isinstance(f, OpOverload)}
-            )
+            operators = [function for function in self._known if isinstance(function, OpOverload)]
+            ran = sorted({operator.name().partition("::")[2].partition(".")[0] for operator in operators})
+            missing = ", ".join(map(repr, sorted(self._unseen)))
             raise RecomputeError(
-                f"{', '.join(names)}: SaveOps names {', '.join(map(repr, sorted(self._unseen)))}, and no such operator ran "
-                f"on this device; leave it out, or name one of those that did: {', '.join(ran)}"
+                f"{', '.join(names)}: SaveOps names {missing}, and no such operator ran on this device; leave it out "
+                f"or name one of those that did: {', '.join(ran)}"
             )
 
     def _find(self, function: Any) -> str | None:
