@@ -85,7 +85,8 @@ class Surroundings:
     def run(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:
         """Call `function` as a replay under these surroundings."""
         with self._restored():
-            return self._context.run(_run_recomputing, function, args, kwargs)
+            # a copy each time: a second replay must not see what the first one set
+            return self._context.copy().run(_run_recomputing, function, args, kwargs)
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
@@ -116,12 +117,8 @@ def _set_switches(now: tuple[Any, ...], due: tuple[Any, ...]) -> None:
 
 
 def _run_recomputing(function: Callable[..., T], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:
-    # runs inside the call's own copied context: the value vanishes with it unless the same call is replayed again
-    token = _recomputing.set(True)
-    try:
-        return function(*args, **kwargs)
-    finally:
-        _recomputing.reset(token)
+    _recomputing.set(True)  # in the copy of the call's context, which ends with the replay
+    return function(*args, **kwargs)
 
 
 def version_of(tensor: Tensor | None) -> int:
