@@ -76,9 +76,12 @@ def find_blocks(module: nn.Module, blocks: str | Sequence[str] | None = None) ->
 
 
 def class_of(block: nn.Module) -> type[nn.Module]:
-    """The class of a block, seen through torch.compile."""
-    inner = getattr(block, "_orig_mod", block)
-    return type(inner if isinstance(inner, nn.Module) else block)
+    """The class of a block, seen through torch.compile and torch's CheckpointWrapper."""
+    for wrapped in ("_orig_mod", "_checkpoint_wrapped_module"):
+        inner = getattr(block, wrapped, None)
+        if isinstance(inner, nn.Module):
+            return class_of(inner)
+    return type(block)
 
 
 # ---- finding

@@ -20,6 +20,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from lightning_recompute.ambient import version_of
 from lightning_recompute.errors import RecomputeError
 from lightning_recompute.frame import Frame
+from lightning_recompute.prior_recompute import others_recompute
 from lightning_recompute.recompute_unit import Unit, checked_arguments, needs_grad
 
 _MARK = "lightning_recompute.output"
@@ -214,7 +215,7 @@ def _unpack(packed: Packed) -> Tensor:
 @torch.compiler.disable
 def recognising_forward(original: Callable[..., Any], nodes: bool, /, *args: Any, **kwargs: Any) -> Any:
     """The patched forward of a block whose norms or activations free their outputs."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or others_recompute():
         return original(*args, **kwargs)
     with _Recogniser(nodes).hooks():
         return original(*args, **kwargs)
@@ -224,7 +225,7 @@ def recognising_forward(original: Callable[..., Any], nodes: bool, /, *args: Any
 def freeing_forward(original: Callable[..., Any], unit: Unit, index: int, /, *args: Any, **kwargs: Any) -> Any:
     """The patched forward of a module whose output is freed after its consumer has read it."""
     module: nn.Module = original.__self__  # type: ignore[attr-defined]  # a bound method, or an Original
-    if not torch.is_grad_enabled() or not needs_grad(module, args, kwargs):
+    if not torch.is_grad_enabled() or others_recompute() or not needs_grad(module, args, kwargs):
         return original(*args, **kwargs)
     name = unit.names[index]
     args, kwargs = checked_arguments(module, name, args, kwargs)

@@ -27,8 +27,10 @@ from lightning_recompute.patch import Patch
 from lightning_recompute.placement import DevicePlacement, HostPlacement, Placement
 from lightning_recompute.plan import Full, Keep, RecomputePlan, SaveOps, Segment, Selective
 from lightning_recompute.policy import RecomputePolicy
+from lightning_recompute.prior_recompute import Flag, stand_in_for
 from lightning_recompute.recompute_unit import Unit, UnitSettings, recomputed_forward
 from lightning_recompute.save_ops import DECISIONS, OpSet
+from lightning_recompute.side_effects import quiet_in_replay
 from lightning_recompute.tape import taped_forward
 
 __all__ = ["RecomputeError", "RecomputeHandle", "apply_recompute", "is_recomputing"]
@@ -46,7 +48,7 @@ class RecomputeHandle:
         patches: The patched forwards.
     """
 
-    def __init__(self, plan: RecomputePlan, block_lists: Sequence[BlockList], patches: Sequence[Patch]) -> None:
+    def __init__(self, plan: RecomputePlan, block_lists: Sequence[BlockList], patches: Sequence[Patch | Flag]) -> None:
         self.plan = plan
         self.block_lists = tuple(block_lists)
         self._patches = list(patches)
@@ -111,8 +113,16 @@ def apply_recompute(
     names = [name for block_list in lists for name in block_list.names]
     _check(plan, lengths, modules, names)
     host = HostPlacement()
-    patches: list[Patch] = []
+    patches: list[Patch | Flag] = []
+    covered = [
+        index
+        for segment in plan.segments
+        if not isinstance(segment.action, Keep)
+        for index in range(segment.start, segment.stop)
+    ]
     try:
+        patches += stand_in_for(module, [modules[index] for index in covered], [names[index] for index in covered])
+        patches += quiet_in_replay(module)
         for segment in plan.segments:
             patches += _patches(segment, modules, names, host, check)
     except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,10 @@ from lightning_recompute.calls import Args, FreshCopy, Kwargs, Learned
 from lightning_recompute.errors import RecomputeError
 from lightning_recompute.frame import Frame
 from lightning_recompute.placement import DevicePlacement, Placement
+from lightning_recompute.prior_recompute import in_backward, others_recompute
 from lightning_recompute.save_ops import OpSet
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Unit:
         # the graph owns the frame: without a graph (an exception, a dropped loss) nothing is left of it
         self._frame: weakref.ref[Frame] | None = None
         self._next = 0
+        self._stood_back = False
 
     def __reduce__(self) -> tuple[type[Unit], tuple[tuple[str, ...], UnitSettings]]:
         return Unit, (self.names, self.settings)
@@ -57,6 +62,12 @@ class Unit:
     def new_frame(self) -> Frame:
         """A frame for one forward."""
         return Frame(self.settings.placement, self.settings.ops, self.settings.check)
+
+    def stand_back(self, name: str) -> None:
+        """Say once that the model's own recompute around a block wins."""
+        if not self._stood_back and not in_backward():
+            self._stood_back = True
+            logger.warning("%s runs inside torch.utils.checkpoint, called by the model itself: that one wins", name)
 
     def expecting(self, index: int) -> Frame | None:
         """The open frame if block `index` is its next; any other frame is dropped."""
@@ -82,6 +93,9 @@ class Unit:
 def recomputed_forward(original: Callable[..., Any], unit: Unit, index: int, /, *args: Any, **kwargs: Any) -> Any:
     """The patched forward of block `index` of a unit."""
     if not torch.is_grad_enabled():
+        return original(*args, **kwargs)
+    if others_recompute():
+        unit.stand_back(unit.names[index])
         return original(*args, **kwargs)
     module: nn.Module = original.__self__  # type: ignore[attr-defined]  # a bound method, or an Original
     frame = unit.expecting(index)

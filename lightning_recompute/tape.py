@@ -21,6 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from lightning_recompute.ambient import version_of
 from lightning_recompute.calls import Call
 from lightning_recompute.frame import Frame
+from lightning_recompute.prior_recompute import others_recompute
 from lightning_recompute.recompute_unit import Unit
 
 _PRODUCTS: frozenset[Any] = frozenset(
@@ -222,7 +223,7 @@ _SEEN_THROUGH: dict[Any, Callable[..., Any]] = {
 @torch.compiler.disable
 def taped_forward(original: Callable[..., Any], unit: Unit, index: int, /, *args: Any, **kwargs: Any) -> Any:
     """The patched forward of an attention module whose core attention is recomputed."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or others_recompute():
         return original(*args, **kwargs)
     mode = _CoreAttention(unit, index)
     with mode:
