@@ -49,21 +49,21 @@ class _Output:
         self._version = version_of(tensor)
         self._contiguous = tensor.is_contiguous()
         self._numel = tensor.numel()
-        self.offset = tensor.storage_offset()
+        self.offset = int(tensor.storage_offset())
         self.output_nr = tensor.output_nr
         self._references: list[weakref.ref[_Reference]] = []
 
-    def refer(self, saved: Tensor, cast: bool) -> _Reference | None:
+    def refer(self, saved: Tensor, was_cast: bool) -> _Reference | None:
         """A reference in place of a saved tensor; None if it may hold something else than the output."""
         tensor = self._tensor()
-        if cast:
+        if was_cast:
             # a cast makes a new tensor: it is the output's only if nothing was cut or reordered on the way
             same = tensor is not None and version_of(tensor) == self._version
             if not (same and self._contiguous and saved.is_contiguous() and saved.numel() == self._numel):
                 return None
         elif version_of(saved) != self._version:
             return None
-        reference = _Reference(self, saved, 0 if cast else saved.storage_offset() - self.offset)
+        reference = _Reference(self, saved, 0 if was_cast else int(saved.storage_offset()) - self.offset)
         self._references.append(weakref.ref(reference))
         return reference
 
@@ -121,6 +121,12 @@ _NODES: dict[str, Callable[[Any], Tensor]] = {
 _ACTIVATIONS = frozenset(_NODES) - {"MulBackward0"} | {"SigmoidBackward0", "TanhBackward0", "ReluBackward0"}
 
 
+def _marks(node: Node) -> dict[str, Any]:
+    marks: Any = node.metadata  # a property, which torch's stub declares as a method
+    found: dict[str, Any] = marks
+    return found
+
+
 def _can_evaluate(node: Node) -> bool:
     if node.name() != "MulBackward0":
         return node.name() in _NODES
@@ -149,7 +155,7 @@ class _Evaluation:
         self._dtype = saved.dtype
         self._size = saved.size()
         self._stride = saved.stride()
-        self._offset = saved.storage_offset()
+        self._offset = int(saved.storage_offset())
 
     def take(self) -> Tensor:
         with torch.no_grad():
@@ -180,16 +186,16 @@ class _Recogniser:
         return self._recognised(saved, saved.grad_fn) or (saved.detach(), version_of(saved))
 
     def _recognised(self, saved: Tensor, node: Node) -> _Reference | _Evaluation | None:
-        cast, output_nr = False, saved.output_nr
+        was_cast, output_nr = False, saved.output_nr
         for _ in range(_MAX_STEPS):
-            mark = node.metadata.get(_MARK)
+            mark = _marks(node).get(_MARK)
             if isinstance(mark, _Output):
-                return mark.refer(saved, cast) if mark.output_nr == output_nr else None
+                return mark.refer(saved, was_cast) if mark.output_nr == output_nr else None
             if self._nodes and _can_evaluate(node):
-                fresh = version_of(saved) == 0 and (not cast or saved.is_contiguous())
+                fresh = version_of(saved) == 0 and (not was_cast or saved.is_contiguous())
                 return _Evaluation(node, saved) if fresh else None
             if node.name() == _CAST:
-                cast = True
+                was_cast = True
             elif node.name() not in _VIEWS:
                 return None
             following, output_nr = node.next_functions[0]
@@ -233,5 +239,5 @@ def freeing_forward(original: Callable[..., Any], unit: Unit, index: int, /, *ar
     result = frame.call(name, original, args, kwargs, unit.learned[index])
     frame.close()
     if isinstance(result, Tensor) and result.grad_fn is not None:
-        result.grad_fn.metadata[_MARK] = _Output(frame, 0, result)
+        _marks(result.grad_fn)[_MARK] = _Output(frame, 0, result)
     return result

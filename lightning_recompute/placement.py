@@ -42,7 +42,8 @@ class _SaveForBackward(torch.autograd.Function):
 class _OnDevice:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         anchor = torch.empty(0, requires_grad=True)  # so that there is a node even where no input needs grad
-        self._node: Any = _SaveForBackward.apply(anchor, *tensors).grad_fn
+        apply: Any = _SaveForBackward.apply  # torch leaves it untyped
+        self._node: Any = apply(anchor, *tensors).grad_fn
 
     def tensors(self) -> Sequence[Tensor]:
         saved: tuple[Tensor, ...] = self._node.saved_tensors

@@ -20,6 +20,8 @@ from lightning_recompute.ambient import RngStates, rng_devices, rng_states, set_
 from lightning_recompute.errors import RecomputeError
 from lightning_recompute.policy import nearest
 
+Mode: Any = TorchDispatchMode  # torch's modes carry no types
+
 GROUPS: dict[str, Callable[[str, str], bool]] = {
     "matmul": lambda space, name: (
         space == "aten" and name in {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "mv", "addmv"}
@@ -135,9 +137,9 @@ class SavedOps:
         return any(entry is None for entry in self.outputs)
 
 
-class _Saving(TorchDispatchMode):
+class _Saving(Mode):
     def __init__(self, store: SavedOps) -> None:
-        super().__init__()
+        Mode.__init__(self)
         self._store = store
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -151,9 +153,9 @@ class _Saving(TorchDispatchMode):
         return output
 
 
-class _Reusing(TorchDispatchMode):
+class _Reusing(Mode):
     def __init__(self, store: SavedOps) -> None:
-        super().__init__()
+        Mode.__init__(self)
         self._store = store
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -202,7 +202,7 @@ def _multiplies_heads(args: Any) -> bool:
     return len(factors) >= 2 and any(factor.requires_grad for factor in factors)
 
 
-def _unguarded(function: types.FunctionType) -> Callable[..., Any]:
+def _unguarded(function: Any) -> Callable[..., Any]:
     """A copy of one of torch's Python functions that does not hand itself to function modes, only what it calls."""
     names = {
         **function.__globals__,
