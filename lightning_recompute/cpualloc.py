@@ -154,8 +154,9 @@ class AllocatorMeter(Meter):
         """Start a new peak at what is live now."""
         self._library.window_reset_peak(self._window)
 
-    def count(self, tensors: Iterable[Tensor]) -> None:
+    def count(self, tensors: Iterable[Tensor]) -> list[int]:
         """Count tensors that were there before the meter, for as long as they live."""
+        added = []
         for key, storage in storages(tensors, self.device).items():
             known = self._older.get(key)
             # a storage that was resized since may have come to the window
@@ -163,9 +164,16 @@ class AllocatorMeter(Meter):
             if known is None and size == 0:
                 continue
             if known is None:
+                added.append(key)
                 weakref.finalize(storage, _forget, self._library, self._window, self._older, key).atexit = False
             self._older[key] = size
             self._library.window_adjust(self._window, size - (known or 0))
+        return added
+
+    def discount(self, added: Iterable[int]) -> None:
+        """Count no longer what `count` added."""
+        for key in added:
+            _forget(self._library, self._window, self._older, key)
 
     def bytes_at_peak(self, tensors: Iterable[Tensor]) -> int:
         """Bytes of those tensors that existed when the peak was reached, each storage once."""

@@ -106,8 +106,16 @@ class Meter(ABC):
         """Start a new peak at what is live now."""
 
     @abstractmethod
-    def count(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors, for as long as they live, that were there before the meter; known ones are not added twice."""
+    def count(self, tensors: Iterable[Tensor]) -> list[int]:
+        """Count tensors, for as long as they live, that were there before the meter; known ones are not added twice.
+
+        Returns:
+            What was added, for `discount`.
+        """
+
+    @abstractmethod
+    def discount(self, added: Iterable[int]) -> None:
+        """Count no longer what `count` added; what has died since is gone already."""
 
     @abstractmethod
     def bytes_at_peak(self, tensors: Iterable[Tensor]) -> int:
@@ -200,10 +208,19 @@ class Ledger(Mode, Meter):
         """Start a new peak at what is live now."""
         self._set_peak()
 
-    def count(self, tensors: Iterable[Tensor]) -> None:
+    def count(self, tensors: Iterable[Tensor]) -> list[int]:
         """Count tensors that were there before, for as long as they live."""
-        for key, storage in storages(tensors, self.device).items():
+        found = storages(tensors, self.device)
+        added = [key for key in found if key not in self._entries]
+        for key, storage in found.items():
             self._note(key, storage)
+        return added
+
+    def discount(self, added: Iterable[int]) -> None:
+        """Count no longer what `count` added."""
+        for key in added:
+            if (finalizer := self._finalizers.get(key)) is not None:
+                finalizer()
 
     def bytes_at_peak(self, tensors: Iterable[Tensor]) -> int:
         """Bytes of those tensors that existed when the peak was reached, each storage once."""

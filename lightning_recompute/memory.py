@@ -93,8 +93,12 @@ class CudaMeter(Meter):
             self._floor_bytes = peak
         self._live_at_reset = self.live_bytes
 
-    def count(self, tensors: Iterable[Tensor]) -> None:
+    def count(self, tensors: Iterable[Tensor]) -> list[int]:
         """Nothing to do: the allocator counts whatever is on its device."""
+        return []
+
+    def discount(self, added: Iterable[int]) -> None:
+        """Nothing to do."""
 
     def bytes_at_peak(self, tensors: Iterable[Tensor]) -> int:
         """Bytes of those tensors, each storage once; whether they existed at the peak is not known."""
@@ -259,15 +263,19 @@ class PhaseRecorder:
         if phase == "forward":
             self.meter.begin_forward()
 
-    def end(self) -> None:
-        """End the phase, if one is on."""
+    def end(self, *, keep: bool = True) -> None:
+        """End the phase, if one is on; without `keep` it has not been."""
         phase, self._phase = self._phase, None
         if phase is None:
             return
         peak = self.meter.peak_bytes
+        held = self.meter.forward_bytes
         if phase == "forward":
-            self.activations_bytes = max(self.activations_bytes, self.meter.forward_bytes)
             self.meter.end_forward()
+        if not keep:
+            return
+        if phase == "forward":
+            self.activations_bytes = max(self.activations_bytes, held)
         best = self.peaks.get(phase)
         if best is None or peak > best.peak_bytes:
             self.peaks[phase] = self._split(phase, peak)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -65,6 +66,8 @@ class MemoryReport(Report):
         self._watching = False
         self._automatic = True
         self._steps_to_watch = 0
+        self._resumed_after: Phase | None = None
+        self._batch: list[int] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy starts without the run."""
@@ -90,7 +93,7 @@ class MemoryReport(Report):
         """Forward begins."""
         if self._recorder is None:
             return
-        self._recorder.meter.count(tensors_in(batch))  # workers send batches in shared memory
+        self._batch = self._recorder.meter.count(_owners(batch))
         self._watching = self._steps_to_watch > 0
         if self._watching and not self._recorder.meter.continuous:
             self._recorder.count()
@@ -108,20 +111,21 @@ class MemoryReport(Report):
         """Backward is over."""
         self._end()
         if not self._automatic:
-            self._begin("forward")
+            self._begin("forward", after="backward")  # of another loss, perhaps
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """The optimizer's step begins, clipping included."""
+        self._end(keep=self._resumed_after != "backward")
         self._begin("optimizer")
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """The step is over."""
-        self._end()
-        self._watching = False
+        self._end(keep=self._resumed_after is None)
+        self._end_batch()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Validation begins."""
@@ -143,15 +147,26 @@ class MemoryReport(Report):
     ) -> None:
         """Count the batch."""
         if self._recorder is not None and not trainer.sanity_checking:
-            self._recorder.meter.count(tensors_in(batch))
+            self._batch = self._recorder.meter.count(_owners(batch))
             self._watching = batch_idx == 0
+
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """The batch is over."""
+        self._end_batch()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Validation is over; after `trainer.validate()` report it."""
         if self._recorder is None or trainer.sanity_checking:
             return
         self._end()
-        self._watching = False
         if trainer.state.fn == "validate":
             self._report(trainer)
             self._stop()
@@ -179,7 +194,7 @@ class MemoryReport(Report):
         self._automatic = trainer.lightning_module.automatic_optimization
         self._recorder = PhaseRecorder(meter, modules, optimizers)
         self._cleanup.callback(setattr, self, "_recorder", None)
-        self._cleanup.callback(setattr, self, "_watching", False)
+        self._cleanup.callback(self._end_batch)
         for optimizer in optimizers:
             self._cleanup.callback(optimizer.register_step_post_hook(self._after_step).remove)
         if not meter.continuous:
@@ -188,19 +203,27 @@ class MemoryReport(Report):
 
     # ---- phases ---------------------------------------------------------------------------------------------
 
-    def _begin(self, phase: Phase) -> None:
+    def _begin(self, phase: Phase, after: Phase | None = None) -> None:
+        # in manual optimization what follows a backward or a step may be the forward of another loss, or nothing
+        self._resumed_after = after
         if self._recorder is not None:
             self._recorder.begin(phase)
 
-    def _end(self) -> None:
+    def _end(self, *, keep: bool = True) -> None:
         if self._recorder is not None:
-            self._recorder.end()
+            self._recorder.end(keep=keep)
+
+    def _end_batch(self) -> None:
+        if self._recorder is not None:
+            self._recorder.meter.discount(self._batch)
+        self._batch = []
+        self._watching = False
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._end()
         self._steps_to_watch -= self._watching
         if not self._automatic:
-            self._begin("forward")  # of another optimizer, in manual optimization
+            self._begin("forward", after="optimizer")
 
     def _watch(self, method: str) -> AbstractContextManager[Any]:
         if self._recorder is None or not self._watching:
@@ -272,6 +295,15 @@ class MemoryReport(Report):
         if trainer.world_size > 1:
             title += ", on the rank that needed most"
         self._show(trainer, title, lines, caption)
+
+
+def _owners(batch: Any) -> Iterator[Tensor]:
+    # A batch that workers sent lies in shared memory, and one may be a piece of the data set: it counts during its
+    # step. A view of the data set does not, as the storage behind it is all of the data.
+    for tensor in tensors_in(batch):
+        plain = type(tensor) is Tensor and tensor.layout == torch.strided
+        if plain and tensor.untyped_storage().nbytes() == tensor.nbytes:
+            yield tensor
 
 
 def _callbacks(trainer: Any) -> list[Any]:
