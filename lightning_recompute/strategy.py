@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import os
-import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
 from typing import ClassVar
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
@@ -24,7 +18,6 @@ from lightning.pytorch.utilities.memory import is_oom_error
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from lightning_recompute.blocks import BlockList
 from lightning_recompute.lightning_private import (
     ReplicatedStrategy,
     StartMethod,
@@ -32,14 +25,11 @@ from lightning_recompute.lightning_private import (
     is_compiled,
     meet_other_lightning,
 )
-from lightning_recompute.plan import Action, Full, Keep, RecomputePlan, SaveOps, Selective
+from lightning_recompute.plan import Full, RecomputePlan
 from lightning_recompute.policy import Granularity, Method, RecomputePolicy
-from lightning_recompute.recompute import RecomputeHandle, apply_recompute
-from lightning_recompute.version import __version__
+from lightning_recompute.session import RecomputeSession
 
 logger = logging.getLogger(__name__)
-
-PLAN_FILE = "plan.yaml"
 
 
 class RecomputeStrategy(ReplicatedStrategy):
@@ -143,19 +133,18 @@ class RecomputeStrategy(ReplicatedStrategy):
             distribute_saved_activations=distribute_saved_activations,
             offload_saved_activations=offload_saved_activations,
         )
-        self._what = policy if plan is None else _explicit(plan, policy)
+        self._session = RecomputeSession(policy, plan, blocks)
         if distribute_saved_activations:
             raise ValueError(
                 "distribute_saved_activations=True needs tensor-parallel ranks to keep the shards; every process of "
                 "this strategy holds the whole model. Leave it out"
             )
-        self._recompute: RecomputeHandle | None = None
         meet_other_lightning(type(self))
 
     @property
     def active_plan(self) -> RecomputePlan | None:
         """What is recomputed where while a module is being fitted; None at any other time."""
-        return self._recompute.plan if self._recompute is not None else None
+        return self._session.active_plan
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Bring the module to its device and, when fitting, patch its blocks, wrap it and make the optimizers."""
@@ -166,23 +155,11 @@ class RecomputeStrategy(ReplicatedStrategy):
     def prepare_module(self, trainer: pl.Trainer) -> None:
         """Patch the blocks, and say once what is recomputed where."""
         assert self.lightning_module is not None
-        if isinstance(self._what, RecomputePolicy) and self._what.granularity is None:
-            logger.info("granularity=None: nothing is recomputed")
-            return
-        self._recompute = apply_recompute(self.lightning_module, self._what, blocks=self.blocks)
-        # asks the other processes for the folder, so all of them go through it
-        folder = trainer.log_dir
-        if self.is_global_zero:
-            logger.info("%s", describe(self._recompute.plan, self._recompute.block_lists))
-            # fast_dev_run (set on the Trainer by name) means to leave no files
-            if folder is not None and not getattr(trainer, "fast_dev_run", False):
-                self._write_plan(folder, trainer)
+        self._session.begin(self.lightning_module, trainer, self.root_device, logger)
 
     def teardown(self) -> None:
         """Restore the module's own forwards, then do what Lightning does at the end of a run."""
-        if self._recompute is not None:
-            self._recompute.remove()
-            self._recompute = None
+        self._session.end()
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
@@ -222,84 +199,6 @@ class RecomputeStrategy(ReplicatedStrategy):
             "granularity='full' with method='uniform' keeps least; after that, a smaller batch"
         )
 
-    def _write_plan(self, folder: str, trainer: pl.Trainer) -> None:
-        assert self._recompute is not None
-        record = {
-            "lightning_recompute": __version__,
-            "lightning": version("lightning"),
-            "torch": str(torch.__version__),
-            "python": ".".join(map(str, sys.version_info[:3])),
-            "device": _device_name(self.root_device),
-            "processes": self.world_size,
-            "precision": trainer.precision,
-            "seed": torch.initial_seed(),
-            "block_lists": {block_list.name: len(block_list) for block_list in self._recompute.block_lists},
-        }
-        filesystem = get_filesystem(folder)
-        if "file" not in filesystem.protocol:
-            with tempfile.TemporaryDirectory() as local:
-                path = self._recompute.plan.save(Path(local) / PLAN_FILE, record)
-                filesystem.put(str(path), f"{folder.rstrip('/')}/{PLAN_FILE}")
-            return
-        target = Path(folder) / PLAN_FILE
-        # without a logger the folder is the working directory, where a user's own plan may lie
-        if isinstance(self.plan, str | Path) and target.exists() and target.samefile(self.plan):
-            return
-        self._recompute.plan.save(target, record)
-
-
-def describe(plan: RecomputePlan, block_lists: Sequence[BlockList]) -> str:
-    """What a plan does to a model, in a line for each block list.
-
-    Args:
-        plan: The plan.
-        block_lists: The model's block lists in forward order; the plan's indices run on through them.
-
-    Returns:
-        E.g. `Recompute: net.blocks (8 x Block): blocks 0-3 full, one by one; blocks 4-7 kept`.
-    """
-    lines = []
-    start = 0
-    for block_list in block_lists:
-        stop = start + len(block_list)
-        lines.append(f"{block_list}: {'; '.join(_runs(plan, start, stop))}")
-        start = stop
-    return "\n  ".join(["Recompute:", *lines]) if len(lines) > 1 else f"Recompute: {lines[0]}"
-
-
-def _runs(plan: RecomputePlan, start: int, stop: int) -> Iterator[str]:
-    """Equal neighbours of a plan as one phrase each, for the blocks of one list."""
-    inside = [segment for segment in plan.segments if start <= segment.start < stop]
-    for action, equal in itertools.groupby(inside, key=lambda segment: segment.action):
-        run = list(equal)
-        first, last = run[0].start - start, run[-1].stop - 1 - start
-        size = max(segment.stop - segment.start for segment in run)
-        where = f"blocks {first}-{last}" if last > first else f"block {first}"
-        units = "" if not isinstance(action, Full | SaveOps) else f", units of {size}" if size > 1 else ", one by one"
-        yield f"{where} {_in_words(action)}{units if last > first else ''}"
-
-
-def _in_words(action: Action) -> str:
-    if isinstance(action, Keep):
-        return "kept"
-    place = "" if action.inputs == "device" else f", inputs in {action.inputs}"
-    if isinstance(action, Selective):
-        return f"selective ({', '.join(action.modules)}){place}"
-    return f"{'full' if isinstance(action, Full) else 'all but ' + ', '.join(action.ops)}{place}"
-
-
-def _explicit(plan: str | Path | RecomputePlan, policy: RecomputePolicy) -> RecomputePlan:
-    default = RecomputePolicy()
-    words = [word for word in vars(default) if getattr(policy, word) != getattr(default, word)]
-    if words:
-        given = ", ".join(f"{word}={getattr(policy, word)!r}" for word in words)
-        raise ValueError(f"plan and {given}: a plan says it all. Leave out {' and '.join(words)}, or leave out plan")
-    if isinstance(plan, RecomputePlan):
-        return plan
-    if not isinstance(plan, str | os.PathLike):
-        raise TypeError(f"plan={plan!r}: a RecomputePlan, or the path of one, is due")
-    return RecomputePlan.load(plan)
-
 
 def _refuse_sharded(module: torch.nn.Module) -> None:
     for name, part in module.named_modules():
@@ -309,10 +208,6 @@ def _refuse_sharded(module: torch.nn.Module) -> None:
                 "copy in each process. Keep the strategy that shards (FSDPStrategy, ModelParallelStrategy) and add the "
                 "callback lightning_recompute.Recompute(...) to the Trainer: the same recompute under it"
             )
-
-
-def _device_name(device: torch.device) -> str:
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
 
 
 accept_compiled_modules(RecomputeStrategy)

@@ -157,10 +157,9 @@ class Unfreeze(cb.BaseFinetuning):
         lambda: [cb.GradientAccumulationScheduler({1: 2}), cb.Timer(), cb.ModelSummary(2)],
         lambda: [Unfreeze()],
         lambda: [cb.LearningRateFinder(num_training_steps=5)],
-        lambda: [cb.BatchSizeFinder("power", max_trials=2, init_val=2)],
         lambda: [cb.EarlyStopping("val_loss", mode="max", patience=0), cb.ModelCheckpoint(monitor="val_loss")],
     ],
-    ids=["ema", "swa", "scheduler", "finetuning", "lr finder", "batch size finder", "early stopping"],
+    ids=["ema", "swa", "scheduler", "finetuning", "lr finder", "early stopping"],
 )
 def test_callbacks_work_as_under_the_default(make: Any) -> None:
     class WithLoader(Net):

@@ -17,7 +17,6 @@ from lightning_modules import NUM_BLOCKS, NUM_SAMPLES, Net, SeedSteps, fit
 from torch import Tensor
 
 from lightning_recompute.plan import RecomputePlan
-from lightning_recompute.strategy import RecomputeStrategy
 
 pytestmark = pytest.mark.xdist_group("two processes")
 
@@ -200,12 +199,7 @@ def test_a_signal_to_the_main_process_ends_all(signum: signal.Signals, tmp_path:
     assert children[0] == process.pid
     os.kill(process.pid, signum)
     outcome = finish(process, limit=60)
-    assert outcome.returncode != 0
+    # Lightning's answer to SIGTERM is a plain SystemExit
+    assert outcome.returncode == (1 if signum == signal.SIGINT else 0)
     assert (tmp_path / "unpatched-0").exists()
     assert (tmp_path / "on_exception.ckpt").exists()
-
-
-def test_names_carry_their_start_method() -> None:
-    assert RecomputeStrategy().start_method == "popen"
-    with pytest.raises(ValueError, match="start_method='thread': one of popen, spawn, fork, forkserver is due"):
-        RecomputeStrategy(start_method="thread")  # type: ignore[arg-type]
