@@ -23,7 +23,11 @@ from lightning_recompute.version import __version__
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_recompute"
 # imported, and brought by a requirement of ours: module -> (its distribution, what brings it)
-BROUGHT = {"numpy": ("numpy", "scipy"), "yaml": ("PyYAML", "omegaconf")}
+BROUGHT = {
+    "lightning_utilities": ("lightning-utilities", "lightning"),
+    "numpy": ("numpy", "scipy"),
+    "yaml": ("PyYAML", "omegaconf"),
+}
 
 
 def run(code: str, *, cwd: Path = ROOT) -> str:
