@@ -47,7 +47,6 @@ def tiled(*runs: tuple[int, Action]) -> PlanBuilder:
 
 PLANS: dict[str, PlanBuilder] = {
     "none": RecomputePolicy(granularity=None).plan,
-    "default": RecomputePolicy().plan,
     "uniform-1": uniform(1),
     "uniform-2": uniform(2),
     "uniform-3": uniform(3),

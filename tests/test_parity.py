@@ -102,7 +102,7 @@ def test_the_harness_sees_a_recompute_that_does_nothing() -> None:
     with counted_calls(block_modules(module)) as count:
         steps(module, "encoder-pre-norm", "32")
     assert count(block_modules(module)) == [NUM_STEPS] * 4
-    assert count(block_modules(module)) != [NUM_STEPS * n for n in num_calls(PLANS["default"]([4]))]
+    assert count(block_modules(module)) != [NUM_STEPS * n for n in num_calls(PLANS["uniform-1"]([4]))]
 
 
 def test_the_harness_sees_one_different_bit() -> None:

@@ -105,7 +105,6 @@ def test_held_bytes_of_every_plan(plan: str) -> None:
 @contextlib.contextmanager
 def no_collector() -> Iterator[None]:
     """The cyclic collector off: what only it could free counts as a leak."""
-    gc.collect()
     gc.disable()
     try:
         yield
@@ -178,7 +177,7 @@ HABITS = [
 
 
 @pytest.mark.parametrize("habit", HABITS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("plan", ["default", "uniform-2", "uniform-all", "pair-keep", "none"])
+@pytest.mark.parametrize("plan", ["uniform-1", "uniform-2", "uniform-all", "pair-keep", "none"])
 def test_live_bytes_stay_constant(plan: str, habit: Callable[[nn.Module], object]) -> None:
     model = seeded(stack)
     with apply_recompute(model, PLANS[plan]([4])), no_collector(), Ledger(model) as ledger:
@@ -192,7 +191,7 @@ def test_live_bytes_stay_constant(plan: str, habit: Callable[[nn.Module], object
         assert live[0] == 0
 
 
-@pytest.mark.parametrize("plan", ["default", "uniform-2", "none"])
+@pytest.mark.parametrize("plan", ["uniform-1", "uniform-2"])
 @pytest.mark.parametrize("backward", [True, False], ids=["with backward", "forward only"])
 @pytest.mark.parametrize("model", ["gpt-sdpa", "llama-eager", "t5-sdpa", "bert-eager"])
 def test_live_bytes_stay_constant_in_real_models(plan: str, backward: bool, model: str) -> None:

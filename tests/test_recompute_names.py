@@ -105,7 +105,7 @@ def test_a_refused_plan_leaves_nothing() -> None:
     model = stack(4)
     before = insides(model)
     with pytest.raises(ValueError, match="3"):
-        apply_recompute(model, PLANS["default"]([3]))
+        apply_recompute(model, PLANS["uniform-1"]([3]))
     assert_untouched(model, before)
 
 
