@@ -1,5 +1,36 @@
-"""Activation recomputation for any PyTorch Lightning project."""
+"""Activation recomputation for any PyTorch Lightning project: less memory, the same numbers to the bit."""
 
+from lightning_recompute.ambient import is_recomputing
+from lightning_recompute.blocks import BlockList, find_blocks
+from lightning_recompute.callbacks import MemoryReport, Recompute, ThroughputReport
+from lightning_recompute.data import TextDataModule
+from lightning_recompute.errors import RecomputeError
+from lightning_recompute.gpt import GPT
+from lightning_recompute.plan import Full, Keep, RecomputePlan, SaveOps, Segment, Selective
+from lightning_recompute.policy import RecomputePolicy
+from lightning_recompute.recompute import RecomputeHandle, apply_recompute
+from lightning_recompute.strategy import RecomputeStrategy
 from lightning_recompute.version import __version__
 
-__all__ = ["__version__"]
+__all__ = [
+    "GPT",
+    "BlockList",
+    "Full",
+    "Keep",
+    "MemoryReport",
+    "Recompute",
+    "RecomputeError",
+    "RecomputeHandle",
+    "RecomputePlan",
+    "RecomputePolicy",
+    "RecomputeStrategy",
+    "SaveOps",
+    "Segment",
+    "Selective",
+    "TextDataModule",
+    "ThroughputReport",
+    "__version__",
+    "apply_recompute",
+    "find_blocks",
+    "is_recomputing",
+]
