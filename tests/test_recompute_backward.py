@@ -306,7 +306,7 @@ def test_other_peoples_hooks_around_the_blocks(policy: RecomputePolicy, kind: st
         loss.backward()
         return loss
 
-    assert_parity(stack, run, policy, calls=[2 if kind == "save_on_cpu" else 3] * 4)
+    assert_parity(stack, run, policy, calls=[2] * 4)  # one level: torch's checkpoint around a block wins
 
 
 def test_outer_hooks_see_the_inputs_of_the_units_and_nothing_else_of_the_blocks() -> None:
