@@ -40,6 +40,8 @@ class Recompute(pl.Callback):
             has to be left at its default.
         blocks: Where the blocks are: dotted path(s) of block lists (`model.layers`) or class name(s) of blocks
             (`LlamaDecoderLayer`). Null: found.
+        check: Debugging: compare every value of each block's first replay with its forward and name block and module
+            on a difference. Needs the memory that recompute would save.
 
     Raises:
         ValueError: A value, or a combination of arguments, that would mean nothing. What depends on the model
@@ -60,6 +62,7 @@ class Recompute(pl.Callback):
         offload_saved_activations: bool = False,
         plan: str | Path | RecomputePlan | None = None,
         blocks: str | Sequence[str] | None = None,
+        check: bool = False,
     ) -> None:
         policy = RecomputePolicy(
             granularity=granularity,
@@ -69,7 +72,7 @@ class Recompute(pl.Callback):
             distribute_saved_activations=distribute_saved_activations,
             offload_saved_activations=offload_saved_activations,
         )
-        self._session = RecomputeSession(policy, plan, blocks)
+        self._session = RecomputeSession(policy, plan, blocks, check)
 
     @property
     def active_plan(self) -> RecomputePlan | None:

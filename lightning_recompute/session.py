@@ -38,6 +38,7 @@ class RecomputeSession:
         policy: What the six words say.
         plan: An explicit plan, or the path of one; the words are then to be left at their defaults.
         blocks: Where the blocks are; None: found.
+        check: Compare each block's first replay with its forward.
 
     Raises:
         ValueError: A plan beside words that differ from their defaults.
@@ -46,10 +47,15 @@ class RecomputeSession:
     """
 
     def __init__(
-        self, policy: RecomputePolicy, plan: str | Path | RecomputePlan | None, blocks: str | Sequence[str] | None
+        self,
+        policy: RecomputePolicy,
+        plan: str | Path | RecomputePlan | None,
+        blocks: str | Sequence[str] | None,
+        check: bool = False,
     ) -> None:
         self.what = policy if plan is None else _explicit(plan, policy)
         self.blocks = blocks
+        self.check = check
         self.source = Path(plan) if isinstance(plan, str | Path) else None
         self._handle: RecomputeHandle | None = None
 
@@ -74,7 +80,7 @@ class RecomputeSession:
         if isinstance(self.what, RecomputePolicy) and self.what.granularity is None:
             logger.info("granularity=None: nothing is recomputed")
             return
-        self._handle = apply_recompute(module, self.what, blocks=self.blocks)
+        self._handle = apply_recompute(module, self.what, blocks=self.blocks, check=self.check)
         # asks the other processes for the folder, so all of them go through it
         folder = trainer.log_dir
         if trainer.is_global_zero:

@@ -58,6 +58,8 @@ class RecomputeStrategy(ReplicatedStrategy):
             has to be left at its default.
         blocks: Where the blocks are: dotted path(s) of block lists (`model.layers`) or class name(s) of blocks
             (`LlamaDecoderLayer`). Null: found.
+        check: Debugging: compare every value of each block's first replay with its forward and name block and module
+            on a difference. Needs the memory that recompute would save.
         find_unused_parameters: With several processes: look for parameters that got no gradient in each step.
         process_group_backend: With several processes: the backend of torch.distributed (`nccl`, `gloo`). Null: the
             device's usual one.
@@ -96,6 +98,7 @@ class RecomputeStrategy(ReplicatedStrategy):
         offload_saved_activations: bool = False,
         plan: str | Path | RecomputePlan | None = None,
         blocks: str | Sequence[str] | None = None,
+        check: bool = False,
         find_unused_parameters: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -125,6 +128,7 @@ class RecomputeStrategy(ReplicatedStrategy):
         self.offload_saved_activations = offload_saved_activations
         self.plan = plan
         self.blocks = blocks
+        self.check = check
         policy = RecomputePolicy(
             granularity=granularity,
             method=method,
@@ -133,7 +137,7 @@ class RecomputeStrategy(ReplicatedStrategy):
             distribute_saved_activations=distribute_saved_activations,
             offload_saved_activations=offload_saved_activations,
         )
-        self._session = RecomputeSession(policy, plan, blocks)
+        self._session = RecomputeSession(policy, plan, blocks, check)
         if distribute_saved_activations:
             raise ValueError(
                 "distribute_saved_activations=True needs tensor-parallel ranks to keep the shards; every process of "
