@@ -90,9 +90,7 @@ def test_the_harness_sees_a_wrong_dropout_mask(model: str) -> None:
     """A recompute that does not restore the RNG gives other gradients, and the harness says so."""
     module = seeded(MODELS[model].build)
     for block in block_modules(module):
-        block.forward = functools.partial(  # type: ignore[method-assign]
-            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
-        )
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
     with pytest.raises(AssertionError, match="differs by up to"):
         assert_same(steps(module, model, "32"), due_steps(model, "32"))
 

@@ -137,7 +137,7 @@ def test_backward_split_by_block(policy: RecomputePolicy, weights_first: bool) -
 
     def run(model: nn.Module) -> list[Tensor]:
         *hidden, y = model(rows())
-        grads = list(torch.autograd.grad(y.square().mean(), [hidden[-1], *model.head.parameters()]))  # type: ignore[union-attr]
+        grads = list(torch.autograd.grad(y.square().mean(), [hidden[-1], *model.head.parameters()]))
         flowing, found = grads[0], grads[1:]
         for index in reversed(range(4)):
             block = model.get_submodule(f"blocks.{index}")
@@ -286,7 +286,7 @@ def test_backward_from_elsewhere(policy: RecomputePolicy, surround: str) -> None
     def run(model: nn.Module) -> Tensor:
         loss = square_loss(model)
         backward(loss)
-        assert model.embed.weight.grad is not None  # type: ignore[union-attr]
+        assert model.embed.weight.grad is not None
         return loss
 
     assert_parity(stack, run, policy)
@@ -363,7 +363,7 @@ def test_is_recomputing_is_true_in_replays_only(policy: RecomputePolicy) -> None
         assert told == [False] * 4
         loss.backward(retain_graph=True)
         assert told == [False] * 4 + [True] * 4
-        model.embed.weight.register_hook(lambda _: told.append(is_recomputing()))  # type: ignore[union-attr]
+        model.embed.weight.register_hook(lambda _: told.append(is_recomputing()))
         told.clear()
         loss.backward()
         assert told == [True] * 4 + [False]

@@ -39,13 +39,13 @@ def test_training_with_and_without_a_cache(model: str, how: str) -> None:
 
     def build() -> nn.Module:
         module = MODELS[model].build()
-        module.config.use_cache = how != "off"  # type: ignore[union-attr]
+        module.config.use_cache = how != "off"
         return module
 
     more = {"use_cache": True} if how == "argument" else {}
     for plan in ("uniform-1",) if how == "off" else ("uniform-2", "every-other", "keep-first"):
         module = assert_parity(build, train(batch_of(model), **more), PLANS[plan](MODELS[model].chunks))
-        assert module.config.use_cache == (how != "off")  # type: ignore[union-attr]
+        assert module.config.use_cache == (how != "off")
 
 
 @UNITS
@@ -56,7 +56,7 @@ def test_generation_between_and_after_training_uses_the_cache(model: str, policy
     def generate(module: nn.Module) -> Tensor:
         module.eval()
         prompt = {name: batch[name][:, :5] for name in ("input_ids", "attention_mask")}
-        ids: Tensor = module.generate(**prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)  # type: ignore[operator]
+        ids: Tensor = module.generate(**prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
         module.train()
         return ids
 
@@ -75,7 +75,7 @@ def test_generation_between_and_after_training_uses_the_cache(model: str, policy
     module = seeded(MODELS[model].build)
     with apply_recompute(module, policy):
         found = observe(module, run)
-    assert torch.equal(found.result[1], due.result[1])  # type: ignore[index]
+    assert torch.equal(found.result[1], due.result[1])
     assert torch.equal(generate(module), generate(module))
 
 

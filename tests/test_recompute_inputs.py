@@ -145,7 +145,7 @@ class GivesAnything(Stack):
         keep = (torch.arange(WIDTH) % 3 > 0).float()
         if self.kind == "object":
             return Mask(keep, [1, 2])
-        keep.scale = 2.0  # type: ignore[attr-defined]
+        keep.scale = 2.0
         return keep
 
     def hidden(self, x: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class Collects(Stack):
             options = {"scale": x.mean()}
             x = block(x, options, losses)
             assert options == {}
-        total = torch.stack([*losses, *(block.aux_loss for block in self.blocks)])  # type: ignore[list-item]
+        total = torch.stack([*losses, *(block.aux_loss for block in self.blocks)])
         assert len(total) == 8
         return self.head(x) + total.sum()
 
@@ -188,7 +188,7 @@ class Collects(Stack):
 def test_containers_that_a_block_changes(policy: RecomputePolicy) -> None:
     def run(model: nn.Module) -> list[Tensor]:
         loss = step(model)
-        return [loss, *(block.aux_loss for block in model.blocks)]  # type: ignore[union-attr]
+        return [loss, *(block.aux_loss for block in model.blocks)]
 
     assert_parity(lambda: Collects(Consumes() for _ in range(4)), run, policy, num_steps=2)
 

@@ -120,7 +120,7 @@ def test_a_frozen_prefix_is_not_run_again(policy: RecomputePolicy, num_frozen: i
     module = assert_parity(
         lambda: freeze_first(stack(), num_frozen), step, policy, calls=[1] * num_frozen + [2] * (4 - num_frozen)
     )
-    assert all(p.grad is None for p in module.blocks[:num_frozen].parameters())  # type: ignore[index,union-attr]
+    assert all(p.grad is None for p in module.blocks[:num_frozen].parameters())
 
 
 @UNITS
@@ -226,7 +226,7 @@ def test_both_passes_see_the_same_autocast(policy: RecomputePolicy, dtype: torch
 
     module = assert_parity(lambda: stack(4, Records), run, policy)
     due = (enabled, dtype or torch.get_autocast_dtype("cpu"), cache, dtype or torch.float32)
-    for block in module.blocks:  # type: ignore[union-attr]
+    for block in module.blocks:
         assert passes[block][0] == due
         # early stop may end the replay of a unit's last block before its last line
         assert [seen[:3] for seen in passes[block]] == [due[:3]] * 2

@@ -117,7 +117,7 @@ def test_a_forward_that_somebody_else_put_on_the_instance_runs_and_comes_back() 
     def build() -> nn.Module:
         model = stack()
         for block in model.blocks:
-            block.forward = functools.partial(doubled, block.forward)  # type: ignore[method-assign]
+            block.forward = functools.partial(doubled, block.forward)
         return model
 
     assert_parity(build, step)
@@ -173,14 +173,14 @@ def test_a_lone_copied_block_runs_on_its_own_weights(policy: RecomputePolicy, in
 
 
 def via_pickle(model: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(model))  # type: ignore[no-any-return]
+    return pickle.loads(pickle.dumps(model))
 
 
 def via_torch_save(model: nn.Module) -> nn.Module:
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+    return torch.load(file, weights_only=False)
 
 
 @BOTH
@@ -221,7 +221,7 @@ def test_a_copy_made_between_two_blocks_of_a_unit(num_layers: int) -> None:
     def run(model: nn.Module) -> tuple[Tensor, Tensor]:
         loss = step(model)
         y = rows()
-        for block in model.snapshot:  # type: ignore[union-attr]
+        for block in model.snapshot:
             y = block(y)
         y.sum().backward()
         del model.__dict__["snapshot"]

@@ -111,7 +111,7 @@ class Counts(Block):
 def test_state_advances_once_a_step(policy: RecomputePolicy) -> None:
     def run(model: nn.Module) -> list[object]:
         loss = step(model)
-        return [loss, *((b.num_calls, b.scale, b.made_in_forward) for b in model.blocks)]  # type: ignore[union-attr]
+        return [loss, *((b.num_calls, b.scale, b.made_in_forward) for b in model.blocks)]
 
     assert_parity(lambda: stack(4, Counts), run, policy, num_steps=3)
 
@@ -122,7 +122,7 @@ def test_state_of_two_forwards_before_backward(policy: RecomputePolicy) -> None:
         one, other = square_loss(model), square_loss(model)
         one.backward()
         other.backward()
-        return [one, other, *((block.num_calls, block.scale) for block in model.blocks)]  # type: ignore[union-attr]
+        return [one, other, *((block.num_calls, block.scale) for block in model.blocks)]
 
     assert_parity(lambda: stack(4, Counts), run, policy, calls=[8] * 4, num_steps=2)
 
@@ -225,7 +225,7 @@ def load(model: nn.Module) -> None:
 
 def replace_parameter(model: nn.Module) -> None:
     block = model.get_submodule("blocks.1.up")
-    block.weight = nn.Parameter(torch.zeros_like(block.weight))  # type: ignore[arg-type]
+    block.weight = nn.Parameter(torch.zeros_like(block.weight))
 
 
 def freeze(model: nn.Module) -> None:

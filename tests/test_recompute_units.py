@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import itertools
 from collections.abc import Callable
@@ -206,35 +207,31 @@ class Fails(Block):
 @pytest.mark.parametrize("where", ["block 0", "block 1", "block 3", "glue 0", "glue 1", "head", "backward"])
 def test_an_exception_anywhere_and_then_a_good_step(policy: RecomputePolicy, where: str) -> None:
     place, index = where.split()[0], int(where[-1]) if where[-1].isdigit() else 0
+    armed = [place == "glue"]
 
     def between(at: int, x: Tensor) -> Tensor:
-        if place == "glue" and at == index and model.embed.out_features == 0:
+        if armed[0] and at == index:
             raise KeyError("in the glue")
         return x
-
-    model = seeded(lambda: stack(4, Fails, between=between))
-    due = observe(seeded(lambda: stack(4, Fails)), step)
 
     def raises(*_: object) -> None:
         raise KeyError("in a hook")
 
-    with apply_recompute(model, policy):
-        handle = None
+    due = observe(seeded(lambda: stack(4, Fails)), step)
+    model = seeded(lambda: stack(4, Fails, between=between))
+    with apply_recompute(model, policy), contextlib.ExitStack() as hooks:
         if place == "block":
             model.blocks[index].failing = True
-        elif place == "glue":
-            model.embed.out_features = 0
-        else:
-            parameter = model.blocks[1].up.weight
-            handle = model.head.register_forward_hook(raises) if place == "head" else parameter.register_hook(raises)  # type: ignore[union-attr,arg-type]
+        elif place == "head":
+            hooks.callback(model.head.register_forward_hook(raises).remove)
+        elif place == "backward":
+            hooks.callback(model.blocks[1].up.weight.register_hook(raises).remove)
         for _ in range(2):
             with pytest.raises(KeyError):
                 step(model)
             assert not _hooks_are_pushed()
-        model.blocks[index].failing = False
-        model.embed.out_features = 8
-        if handle is not None:
-            handle.remove()
+        model.blocks[index].failing = armed[0] = False
+        hooks.close()
         model.zero_grad()
         assert_same(observe(model, step), due)
     model.zero_grad()

@@ -103,5 +103,5 @@ def with_adapters(model: Stack, blocks: Sequence[int] | None = None) -> Stack:
     model.requires_grad_(False)
     for index, block in enumerate(model.blocks):
         if isinstance(block, Block) and (blocks is None or index in blocks):
-            block.up, block.down = Adapted(block.up), Adapted(block.down)  # type: ignore[assignment]
+            block.up, block.down = Adapted(block.up), Adapted(block.down)
     return model
