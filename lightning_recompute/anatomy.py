@@ -28,7 +28,7 @@ from lightning_recompute.kinds import (
 _WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?:\.|$)")
 _ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 _FEED_FORWARD = re.compile(
-    r"(?i:mlp|ffn|feed_?forward|gated_?linear_?unit|dense\w+dense)|(?<![a-zA-Z])ff(?![a-z])|FF(?![a-z])"
+    r"(?i:mlp|ffn|feed_?for?ward|ffwd|gated_?linear_?unit|dense\w+dense)|(?<![a-zA-Z])ff(?![a-z])|FF(?![a-z])"
 )
 # beside an attention or feed-forward, and named after it
 _NEITHER = re.compile(r"hyper_?connection", re.IGNORECASE)
@@ -101,16 +101,12 @@ class Anatomy:
     @property
     def norms(self) -> list[str]:
         """Leaf normalisation modules."""
-        return [name for name, module in self.modules.items() if is_norm(module)]
+        return _outermost(name for name, module in self.modules.items() if is_norm(module))
 
     @property
     def activations(self) -> list[str]:
         """Outermost modules that are activations: no matrices, and a class of torch.nn's or with such a name."""
-        found: list[str] = []
-        for name in self.modules:
-            if self._is_activation(name) and not is_among(name, found):
-                found.append(name)
-        return found
+        return _outermost(filter(self._is_activation, self.modules))
 
     @property
     def activation_sites(self) -> list[str]:
@@ -182,8 +178,7 @@ class Anatomy:
 
     def cores(self) -> tuple[list[str], list[str]]:
         """Core attention: modules that are it, and modules whose own forward calls it as functions."""
-        modules = [name for name, module in self.modules.items() if is_core(module)]
-        modules = [name for name in modules if not any(outer in modules for outer in _upwards(name) if outer != name)]
+        modules = _outermost(name for name, module in self.modules.items() if is_core(module))
         own = [
             name
             for name, module in self.modules.items()
@@ -328,6 +323,15 @@ def is_within(name: str, outer: str) -> bool:
 def is_among(name: str, outers: Iterable[str]) -> bool:
     """Whether a name is one of others or lies below one."""
     return any(is_within(name, outer) for outer in outers)
+
+
+def _outermost(names: Iterable[str]) -> list[str]:
+    """Those names, given outer ones first, that lie below no other."""
+    found: list[str] = []
+    for name in names:
+        if not is_among(name, found):
+            found.append(name)
+    return found
 
 
 def plain_name(name: str) -> str:

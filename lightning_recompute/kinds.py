@@ -25,9 +25,15 @@ ALL_ROLES = frozenset("qkv")
 """Query, key and value."""
 
 
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module itself, or the one that torch.compile put a module around."""
+    inner = getattr(module, "_orig_mod", module)
+    return inner if isinstance(inner, nn.Module) else module
+
+
 def class_name(module: nn.Module) -> str:
     """The name of a module's class, seen through torch.compile."""
-    return type(getattr(module, "_orig_mod", module)).__name__
+    return type(uncompiled(module)).__name__
 
 
 def is_container(module: nn.Module) -> bool:
@@ -38,7 +44,7 @@ def is_container(module: nn.Module) -> bool:
 def is_norm(module: nn.Module) -> bool:
     """Whether a module is a normalisation, of any library, that holds no other module with parameters."""
     kind = class_name(module)
-    leaf = not any(True for child in module.children() for _ in child.parameters())
+    leaf = not any(True for child in uncompiled(module).children() for _ in child.parameters())
     return leaf and _NORM.search(kind) is not None and _NOT_NORM.search(kind) is None
 
 
@@ -72,12 +78,13 @@ def is_activation(module: nn.Module) -> bool:
     if is_norm(module) or any(map(is_matrix, module.parameters())):
         return False
     kind = class_name(module)
-    of_torch = type(module).__module__ == "torch.nn.modules.activation" and "oftm" not in kind
+    of_torch = type(uncompiled(module)).__module__ == "torch.nn.modules.activation" and "oftm" not in kind
     return of_torch or _ACTIVATION.search(kind) is not None
 
 
 def is_one_node(activation: nn.Module) -> bool:
     """Whether an activation is one node of the graph, or a product of such nodes (SwiGLU)."""
+    activation = uncompiled(activation)
     if isinstance(activation, nn.GELU | nn.SiLU):
         return True
     # Hugging Face's have a switch that writes the formula out
@@ -86,6 +93,7 @@ def is_one_node(activation: nn.Module) -> bool:
 
 def keeps_its_output(activation: nn.Module) -> bool:
     """Whether backward needs an activation's output and nothing else, so that freeing the output would save nothing."""
+    activation = uncompiled(activation)
     return isinstance(activation, nn.ReLU | nn.Sigmoid | nn.Tanh) or class_name(activation) == "LinearActivation"
 
 
@@ -95,7 +103,7 @@ def is_core(module: nn.Module) -> bool:
     if any(True for _ in module.parameters()) or _NOT_CORE.search(kind):
         return False
     # the class's forward, since the instance's may be patched; a scripted module has none
-    forward = inspect.getattr_static(type(getattr(module, "_orig_mod", module)), "forward")
+    forward = inspect.getattr_static(type(uncompiled(module)), "forward")
     if not inspect.isfunction(forward):
         return False
     parameters = inspect.signature(forward).parameters.values()

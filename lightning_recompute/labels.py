@@ -172,10 +172,13 @@ def _labelled(anatomy: Anatomy, label: str) -> tuple[list[Target], list[str]]:
     assert label == "act", label
     freed, remarks = [], []
     for name in anatomy.activations:
-        if getattr(anatomy.modules[name], "inplace", False):
-            kind = class_name(anatomy.modules[name])
+        activation = anatomy.modules[name]
+        if keeps_its_output(activation):
+            continue
+        if getattr(activation, "inplace", False):
+            kind = class_name(activation)
             remarks.append(f"act: {name} ({kind}) works in place, so its output cannot be freed; set inplace=False")
-        elif not is_one_node(anatomy.modules[name]) and not keeps_its_output(anatomy.modules[name]):
+        elif not is_one_node(activation):
             freed.append(Target(label, (name,), how="output"))
     nodes = [Target(label, ("",), how="nodes")] if anatomy.activation_sites else []
     return freed + nodes, remarks
@@ -186,11 +189,12 @@ def _matching(anatomy: Anatomy, pattern: str, prefix: str) -> tuple[list[Target]
     # a pattern that matches the block's own name matches every name below it: that says nothing about the parts
     in_model = prefix and not fnmatch.fnmatchcase(prefix, pattern)
     found: list[str] = []
+    containers: list[str] = []
     remarks: list[str] = []
     for name, module in anatomy.modules.items():
         plain = plain_name(name)
         fits = fnmatch.fnmatchcase(plain, pattern) or (in_model and fnmatch.fnmatchcase(f"{prefix}.{plain}", pattern))
-        if not plain or not fits or is_among(name, found):
+        if not plain or not fits or is_among(name, [*found, *containers]):
             continue
         if isinstance(anatomy.modules[name.rpartition(".")[0]], nn.MultiheadAttention):
             remarks.append(
@@ -200,6 +204,7 @@ def _matching(anatomy: Anatomy, pattern: str, prefix: str) -> tuple[list[Target]
             members = anatomy.callables(name)
             remarks.append(f"{pattern}: {plain} only holds modules; its {len(members)} members are taken one by one")
             found += members
+            containers.append(name)
         else:
             found.append(name)
     return [Target(pattern, (name,)) for name in found], remarks
@@ -213,22 +218,25 @@ def _outermost(anatomy: Anatomy, targets: Sequence[Target]) -> tuple[list[Target
             return anatomy.activation_sites
         return anatomy.parts(FeedForward(target.names, target.attribute))
 
-    units = [(index, target.label, parts(target)) for index, target in enumerate(targets) if target.how == "unit"]
+    # the output of a module with its inside is more than the inside alone
+    order = sorted(range(len(targets)), key=lambda index: targets[index].how != "output")
+    whole = [index for index in order if targets[index].how in ("unit", "output")]
+    units = [index for index in whole if targets[index].how == "unit"]
+    in_units = [name for index in units for name in parts(targets[index])]
     kept: list[Target] = []
     dropped: dict[tuple[str, str], list[Target]] = {}
     for index, target in enumerate(targets):
         own = parts(target)
         if target.how == "nodes":  # several units together may hold all activations
-            inside = _all_among(own, [name for _, _, names in units for name in names])
-            containers = [label for _, label, names in units if inside and is_among(own[0], names)]
+            inside = _all_among(own, in_units)
+            containers = [other for other in units if inside and is_among(own[0], parts(targets[other]))]
         else:
-            containers = [
-                label
-                for other, label, names in units
-                if other != index and _all_among(own, names) and (other < index or not _all_among(names, own))
-            ]
+            containers = [other for other in whole if other != index and _all_among(own, parts(targets[other]))]
+        if index in whole:  # of two that contain each other the first in order stays
+            later = whole[whole.index(index) :]
+            containers = [o for o in containers if o not in later or not _all_among(parts(targets[o]), own)]
         if containers:
-            dropped.setdefault((target.label, containers[0]), []).append(target)
+            dropped.setdefault((target.label, targets[containers[0]].label), []).append(target)
         else:
             kept.append(target)
     return kept, dropped
