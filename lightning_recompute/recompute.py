@@ -199,9 +199,12 @@ def _check(plan: RecomputePlan, lengths: Sequence[int], modules: Sequence[nn.Mod
                     f"{name} is compiled: SaveOps cannot see the operators of compiled code; use Full() for this "
                     "block, or do not compile it"
                 )
-    words = {word: segment for segment in plan.segments for word in getattr(segment.action, "modules", ())}
-    for word, segment in words.items():
-        blocks = {names[index]: modules[index] for index in range(segment.start, segment.stop)}
+    searched: dict[str, dict[str, nn.Module]] = {}
+    for segment in plan.segments:
+        for word in getattr(segment.action, "modules", ()):
+            found = {names[index]: modules[index] for index in range(segment.start, segment.stop)}
+            searched.setdefault(word, {}).update(found)
+    for word, blocks in searched.items():
         if not any(find_targets(block, (word,), name)[0] for name, block in blocks.items()):
             raise ValueError(unknown_label_message((word,), blocks))
 
