@@ -98,7 +98,7 @@ SHORT = [
     (plan, model, PRECISIONS[(i + j) % 2])
     for i, plan in enumerate(SELECTIVE_PLANS)
     for j, model in enumerate(CASES)
-    if (i + j) % 4 == 0
+    if (i + j) % 4 == 0 or ("moe" in words_of(plan) and "mixtral" in model)
 ]
 
 
@@ -122,7 +122,7 @@ def test_full_product(plan: str, model: str, precision: str) -> None:
 def test_every_plan_meets_a_model() -> None:
     assert len(SELECTIVE_PLANS) >= 25
     met = {plan for plan, model, _ in SHORT if suits(plan, model)}
-    assert met == set(SELECTIVE_PLANS)
+    assert set(SELECTIVE_PLANS) - met == set()
 
 
 @pytest.mark.parametrize("plan", SELECTIVE_PLANS)
