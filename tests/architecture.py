@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 
 PACKAGE = "lightning_recompute"
@@ -10,10 +11,15 @@ Sources = Mapping[str, str]
 """Text of each module of the package by its name without the package's."""
 
 
+@functools.cache
+def _parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
 def imports(text: str) -> set[str]:
     """Absolute names of all modules that a module imports, wherever in it, with what is taken from them."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(_parsed(text)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -92,7 +98,7 @@ def callers_of(sources: Sources, function: str) -> set[str]:
     return {
         module
         for module, text in sources.items()
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(_parsed(text))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function
     }
 
@@ -105,7 +111,7 @@ def private_lightning(sources: Sources) -> set[str]:
             library, *parts = name.split(".")
             if library in ("lightning", "lightning_fabric", "pytorch_lightning"):
                 found |= {module for part in parts if part.startswith("_") and part != "_"}
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(_parsed(text)):
             private = isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
             if private and (_name(node.value) or "").endswith("trainer"):  # type: ignore[attr-defined]
                 found.add(module)
@@ -116,7 +122,7 @@ def without_docstring(sources: Sources) -> list[str]:
     """Modules, and public classes, functions and methods, that say nothing about themselves."""
     found = []
     for module, text in sources.items():
-        tree = ast.parse(text)
+        tree = _parsed(text)
         for path, node in [(module, tree), *_public(tree, module)]:
             if ast.get_docstring(node) is None:
                 found.append(path)
@@ -143,7 +149,7 @@ def exports(text: str) -> tuple[list[str], set[str]]:
     """`__all__` of a module, and every public name that it imports from the package or defines."""
     listed: list[str] = []
     public: set[str] = set()
-    for node in ast.parse(text).body:
+    for node in _parsed(text).body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
             public |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -175,7 +181,7 @@ def _public(node: ast.AST, path: str) -> Iterator[tuple[str, ast.FunctionDef | a
 
 def _names(text: str) -> set[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(_parsed(text)):
         if isinstance(node, ast.Name):
             found.add(node.id)
         elif isinstance(node, ast.Attribute):

@@ -132,40 +132,38 @@ def test_what_is_installed_is_what_is_pinned_and_allowed() -> None:
 # ---- importing
 
 WATCHED = ("transformers", "matplotlib", "pytorch_lightning", "tensorboard", "pandas")
-IMPORT = f"""
+WATCH = f"""
 import builtins, json, sys
 real, found = builtins.__import__, []
-def watch(name, globals=None, *rest):
+def watch(name, globals=None, locals=None, fromlist=(), level=0):
     importer = (globals or {{}}).get("__name__", "")
     if name.split(".")[0] in {WATCHED!r} and importer.startswith("lightning_recompute"):
         found.append((importer, name))
-    return real(name, globals, *rest)
-import torch
+    return real(name, globals, locals, fromlist, level)
+builtins.__import__ = watch
+"""
+IMPORT = """
+import torch, lightning
 def state():
     return [torch.initial_seed(), torch.get_num_threads(), str(torch.get_default_dtype()), torch.is_grad_enabled(),
             torch.cuda.is_initialized(), torch.get_rng_state().sum().item()]
 before = state()
-import lightning
-between = state()
-builtins.__import__ = watch
 import lightning_recompute
 for name in lightning_recompute.__all__:
     getattr(lightning_recompute, name)
-print(json.dumps({{"found": found, "same": between == state(), "pl": "pytorch_lightning" in sys.modules}}))
+print(json.dumps({"found": found, "same": before == state(), "pl": "pytorch_lightning" in sys.modules}))
 """
 
 
 def test_importing_is_quiet_and_light(tmp_path: Path) -> None:
     """It prints nothing, touches no state of torch, and imports no heavy library of its own accord."""
-    output = run(IMPORT, cwd=tmp_path)
+    output = run(WATCH + IMPORT, cwd=tmp_path)
     assert json.loads(output) == {"found": [], "same": True, "pl": False}
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_import_by_us_would_be_seen() -> None:
-    code = IMPORT.replace(
-        "import lightning_recompute\n",
-        "exec('import matplotlib', {'__name__': 'lightning_recompute.x'})\nimport lightning_recompute\n",
-        1,
-    )
-    assert json.loads(run(code.replace("import lightning\n", "")))["found"] == [["lightning_recompute.x", "matplotlib"]]
+def test_a_heavy_import_by_us_would_be_seen() -> None:
+    ours = "exec('import pandas', {'__name__': 'lightning_recompute.x'})"
+    others = "exec('import pandas', {'__name__': 'torchmetrics.x'})"
+    code = f"sys.modules['pandas'] = sys\n{others}\n{ours}\nprint(json.dumps(found))"
+    assert json.loads(run(WATCH + code)) == [["lightning_recompute.x", "pandas"]]

@@ -174,7 +174,7 @@ def test_names_are_a_list_of_strings(names: object) -> None:
 # ---- files
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(plan=any_plan())
 def test_a_file_holds_the_same_value(plan: RecomputePlan, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("plan") / "plan.yaml"
