@@ -34,8 +34,6 @@ LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 COVERED_BY = {
     "calls": "test_recompute_inputs.py",
     "callbacks": "test_memory_report.py",
-    "cli": "test_strategy_errors.py",
-    "cli_messages": "test_strategy_errors.py",
     "errors": "test_recompute_state.py",
     "frame": "test_recompute_backward.py",
     "lightning_private": "test_lightning_traps.py",
