@@ -11,9 +11,12 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/core/impl/alloc_cpu.h>
 
+#include <pthread.h>
+
 #include <atomic>
 #include <cstdint>
 #include <mutex>
+#include <new>
 
 namespace {
 
@@ -104,6 +107,12 @@ int64_t serial_of(const c10::StorageImpl* storage) {
   return data && data.get_deleter() == &release ? header_of(data.get())->serial : 0;
 }
 
+// A process forked while another thread held a lock (loader workers are) would wait for it for ever.
+void after_fork_in_child() {
+  for (Window& window : windows) new (&window.rising) std::mutex;
+  new (&opening) std::mutex;
+}
+
 }  // namespace
 
 extern "C" {
@@ -118,6 +127,7 @@ int install() {
     if (before->raw_deleter() == nullptr) return 0;
     base = before;
   }
+  pthread_atfork(nullptr, nullptr, &after_fork_in_child);
   c10::SetCPUAllocator(allocator, /*priority=*/255);
   return c10::GetCPUAllocator() == allocator;
 }

@@ -17,6 +17,7 @@ import tempfile
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,6 +115,10 @@ def load() -> ctypes.CDLL | None:
     return library
 
 
+Older = dict[int, tuple[int, "weakref.finalize[Any, torch.UntypedStorage]"]]
+"""Bytes of counted storages that are not from the window, and what takes them off when they die."""
+
+
 class AllocatorMeter(Meter):
     """Counts every CPU tensor allocated since the meter was made, and those given to `count`.
 
@@ -133,7 +138,7 @@ class AllocatorMeter(Meter):
         self._window: int = library.window_open()
         if self._window < 0:
             raise OSError("too many memory meters are open at once")
-        self._older: dict[int, int] = {}  # bytes of counted storages that are not from the window
+        self._older: Older = {}
         self._close = weakref.finalize(self, _close_window, library, self._window, self._older)
         probe = torch.empty(1)
         if not library.window_counts(self._window, probe.untyped_storage()._cdata):
@@ -158,22 +163,26 @@ class AllocatorMeter(Meter):
         """Count tensors that were there before the meter, for as long as they live."""
         added = []
         for key, storage in storages(tensors, self.device).items():
-            known = self._older.get(key)
             # a storage that was resized since may have come to the window
             size = 0 if self._library.window_counts(self._window, key) else storage.nbytes()
-            if known is None and size == 0:
-                continue
-            if known is None:
+            if key in self._older:
+                before, finalizer = self._older[key]
+            elif size > 0:
+                before = 0
+                finalizer = weakref.finalize(storage, _forget, self._library, self._window, self._older, key)
+                finalizer.atexit = False
                 added.append(key)
-                weakref.finalize(storage, _forget, self._library, self._window, self._older, key).atexit = False
-            self._older[key] = size
-            self._library.window_adjust(self._window, size - (known or 0))
+            else:
+                continue
+            self._older[key] = size, finalizer
+            self._library.window_adjust(self._window, size - before)
         return added
 
     def discount(self, added: Iterable[int]) -> None:
         """Count no longer what `count` added."""
         for key in added:
-            _forget(self._library, self._window, self._older, key)
+            if key in self._older:
+                self._older[key][1]()
 
     def bytes_at_peak(self, tensors: Iterable[Tensor]) -> int:
         """Bytes of those tensors that existed when the peak was reached, each storage once."""
@@ -203,11 +212,14 @@ class AllocatorMeter(Meter):
         self._close()
 
 
-def _forget(library: ctypes.CDLL, window: int, older: dict[int, int], key: int) -> None:
-    library.window_adjust(window, -older.pop(key, 0))
+def _forget(library: ctypes.CDLL, window: int, older: Older, key: int) -> None:
+    size, _ = older.pop(key)
+    library.window_adjust(window, -size)
 
 
-def _close_window(library: ctypes.CDLL, window: int, older: dict[int, int]) -> None:
+def _close_window(library: ctypes.CDLL, window: int, older: Older) -> None:
+    for _, finalizer in older.values():
+        finalizer.detach()
     older.clear()
     library.mark(0)
     library.window_close(window)
