@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import ctypes
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import mtrand
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from lightning_recompute.ambient import RngStates, Surroundings, set_rng_states
 from lightning_recompute.errors import RecomputeError
-from lightning_recompute.module_state import ModuleState, Written
+from lightning_recompute.module_state import Keeping, ModuleState, Written
+from lightning_recompute.object_state import Twin, has_content, same_state
 from lightning_recompute.placement import SavedInputs
 from lightning_recompute.save_ops import SavedOps
 
@@ -30,11 +33,21 @@ class Input:
 
     position: int
     requires_grad: bool
+    attributes: tuple[tuple[str, Any], ...] = field(default=(), compare=False)
+
+    @classmethod
+    def of(cls, position: int, tensor: Tensor) -> Input:
+        """Stands for this tensor, with the attributes that somebody has put on it."""
+        return cls(position, tensor.requires_grad, tuple(vars(tensor).items()))
 
     def take(self, saved: Sequence[Tensor], on_copies: bool) -> Tensor:
         """The tensor for a replay, cut off from the graph; a copy where the forward writes to it."""
         tensor = saved[self.position].detach().requires_grad_(self.requires_grad)
-        return tensor.clone() if on_copies else tensor
+        if on_copies:
+            tensor = tensor.clone()
+        for name, value in self.attributes:
+            vars(tensor).setdefault(name, value)
+        return tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +66,11 @@ class FreshCopy:
     """
 
     def __init__(self, value: Any) -> None:
-        self._value = _copy_object(value)
+        self._twin = Twin(value)
 
     def take(self) -> Any:
         """A copy in the state of the call."""
-        return _copy_object(self._value)
-
-
-def _copy_object(value: Any, depth: int = 5) -> Any:
-    if isinstance(value, Tensor | torch.Size | torch.dtype | type) or depth == 0 or callable(value):
-        return value
-    if isinstance(value, list):
-        return [_copy_object(entry, depth - 1) for entry in value]
-    if isinstance(value, dict):
-        return {key: _copy_object(entry, depth - 1) for key, entry in value.items()}
-    if not hasattr(value, "__dict__"):
-        return value
-    twin = copy.copy(value)
-    vars(twin).update({name: _copy_object(entry, depth - 1) for name, entry in vars(value).items()})
-    return twin
+        return self._twin.build()
 
 
 class Learned:
@@ -80,17 +79,15 @@ class Learned:
     Attributes:
         written: Buffers and tensor attributes that its forward writes; None before the first call.
         writes_inputs: Whether it writes to tensors it is given.
-        draws_on_host: Whether it draws from Python's or NumPy's random numbers.
         decides: Whether it sorts or picks, as a router does.
-        observers: Ids of forward hooks below it that only look on.
-        hooks: Ids of all hooks that were watched.
+        observers: Of a compiled block, ids of forward hooks below it that only look on.
+        hooks: Of a compiled block, ids of all hooks that were watched.
         checked: Whether a replay has been compared with its forward.
     """
 
     def __init__(self) -> None:
         self.written: Written | None = None
         self.writes_inputs = False
-        self.draws_on_host = False
         self.decides = False
         self.observers: set[int] = set()
         self.hooks: set[int] = set()
@@ -105,10 +102,14 @@ class Call:
         function: What was called.
         module: The module whose forward it is, None for a tape of functions.
         first_saved: How many tensors the frame's calls before it have saved.
+        learned: What was learned about the block.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any], module: nn.Module | None, first_saved: int) -> None:
+    def __init__(
+        self, name: str, function: Callable[..., Any], module: nn.Module | None, first_saved: int, learned: Learned
+    ) -> None:
         self.name = name
+        self.learned = learned
         self.function = function
         self.module = module
         self.first_saved = first_saved
@@ -116,15 +117,15 @@ class Call:
         self.spec: TreeSpec
         self.inputs: SavedInputs
         self.on_copies = False
-        self.parameters = (
-            [] if module is None else [(parameter, parameter._version) for parameter in module.parameters()]
-        )
+        # each with its version and whether it needed grad
+        self.parameters = [] if module is None else [(p, p._version, p.requires_grad) for p in module.parameters()]
         self.devices: tuple[torch.device, ...] = ()
         self.rng: RngStates | None = None
         self.host_rng: HostRng | None = None
         self.surroundings: Surroundings
         self.state: ModuleState | None = None
         self.observers: set[int] = set()
+        self.keeping: Keeping = contextlib.nullcontext
         self.ops: SavedOps | None = None
 
     def replay(self, outputs: Sequence[Sequence[Any]]) -> list[Any]:
@@ -140,6 +141,11 @@ class Call:
             RecomputeError: A parameter or an input is no longer what it was in forward.
         """
         self.check_parameters()
+        if self.state is not None and (changed := self.state.written_since()):
+            raise RecomputeError(
+                f"{self.name}: buffer or tensor {changed} was changed in place between forward and backward, so the "
+                "block cannot be recomputed; write to a copy instead, or after the backward"
+            )
         if self.ops is not None and self.ops.used_up:
             raise RecomputeError(
                 f"{self.name}: a second backward over a unit under SaveOps: its saved outputs were freed by the first. "
@@ -160,7 +166,7 @@ class Call:
         if self.host_rng is not None:
             set_host_rng(self.host_rng)
         try:
-            return tree_flatten(self._run(args, kwargs))[0]
+            return output_leaves(self._run(args, kwargs))
         finally:
             if now is not None:
                 set_host_rng(now)
@@ -168,11 +174,15 @@ class Call:
     def _run(self, args: Args, kwargs: Kwargs) -> Any:
         if self.module is None or self.state is None:
             return self.surroundings.run(self.function, args, kwargs)
-        with self.state.restored(self.module, frozenset(self.observers)):
-            if self.ops is None:
-                return self.surroundings.run(self.function, args, kwargs)
-            with self.ops.reusing():
-                return self.surroundings.run(self.function, args, kwargs)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.state.restored(self.module, frozenset(self.observers), self.keeping))
+            if self.ops is not None:
+                stack.enter_context(self.ops.reusing())
+            for parameter, _, needed_grad in self.parameters:
+                if parameter.requires_grad != needed_grad:  # toggled since
+                    stack.callback(parameter.requires_grad_, parameter.requires_grad)
+                    parameter.requires_grad_(needed_grad)
+            return self.surroundings.run(self.function, args, kwargs)
 
     @staticmethod
     def _argument(leaf: Any, given: dict[Input, Tensor], outputs: Sequence[Sequence[Any]]) -> Any:
@@ -188,20 +198,69 @@ class Call:
         Raises:
             RecomputeError: One was; the message names it.
         """
-        if all(parameter._version == version for parameter, version in self.parameters):
-            return
-        versions = {id(parameter): version for parameter, version in self.parameters}
+        if changed := self._written_parameters():
+            raise RecomputeError(
+                f"{self.name}: parameter {changed} was changed in place between forward and backward, so the block "
+                "cannot be recomputed; run the backward before the optimizer step"
+            )
+
+    def check_unwritten(self) -> None:
+        """Refuse a forward that writes a parameter.
+
+        Raises:
+            RecomputeError: It did; the message names it.
+        """
+        if changed := self._written_parameters():
+            raise RecomputeError(
+                f"{self.name}: its forward writes its own parameter {changed} in place, so a replay would see another "
+                "value than the forward; keep this block out of recompute"
+            )
+
+    def _written_parameters(self) -> str:
+        if all(parameter._version == version for parameter, version, _ in self.parameters):
+            return ""
+        versions = {id(parameter): version for parameter, version, _ in self.parameters}
         named = self.module.named_parameters() if self.module is not None else ()
-        changed = [name for name, p in named if versions.get(id(p)) != p._version]
-        raise RecomputeError(
-            f"{self.name}: parameter {', '.join(changed) or 'of the block'} was changed in place between forward and "
-            "backward, so the block cannot be recomputed; run the backward before the optimizer step"
-        )
+        return ", ".join(name for name, p in named if versions.get(id(p)) != p._version) or "of the block"
+
+
+def output_leaves(result: Any, max_depth: int = 4) -> list[Any]:
+    """Everything in an output, the attributes of its objects included, in the same order every time."""
+    leaves: list[Any] = []
+    for leaf in tree_leaves(result):
+        is_object = has_content(leaf) and not isinstance(leaf, set | dict)
+        leaves += output_leaves(list(vars(leaf).values()), max_depth - 1) if is_object and max_depth else [leaf]
+    return leaves
 
 
 def host_rng() -> HostRng:
     """States of Python's and NumPy's global random numbers."""
-    return random.getstate(), np.random.get_state(legacy=False)
+    return random.getstate(), _numpy_stream.read()
+
+
+class _NumpyStream:
+    """NumPy's global random numbers. To read their state takes long, to see that it is the one last read does not."""
+
+    _NUM_BYTES = 625 * 4  # 624 words of the Mersenne twister and the position in them
+
+    def __init__(self) -> None:
+        self._bits = b""
+        self._state: dict[str, Any] = {}
+
+    def read(self) -> dict[str, Any]:
+        generator = mtrand.get_bit_generator()
+        if not isinstance(generator, np.random.MT19937):
+            state: Any = np.random.get_state(legacy=False)
+            return dict(state)
+        bits = ctypes.string_at(generator.ctypes.state_address, self._NUM_BYTES)
+        # a second normal number, drawn with the first, waits outside of these bytes
+        if bits != self._bits or self._state["has_gauss"]:
+            state = np.random.get_state(legacy=False)
+            self._bits, self._state = bits, dict(state)
+        return self._state
+
+
+_numpy_stream = _NumpyStream()
 
 
 def set_host_rng(states: HostRng) -> None:
@@ -212,5 +271,4 @@ def set_host_rng(states: HostRng) -> None:
 
 def same_host_rng(one: HostRng, other: HostRng) -> bool:
     """Whether nothing was drawn between two readings."""
-    mine, theirs = one[1]["state"], other[1]["state"]
-    return one[0] == other[0] and mine["pos"] == theirs["pos"] and np.array_equal(mine["key"], theirs["key"])
+    return one[0] == other[0] and same_state(one[1], other[1])

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import skip_code
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.module_tracker import ModuleTracker
+from torch.utils._pytree import tree_flatten
 
 from lightning_recompute.ambient import (
     RngStates,
@@ -36,20 +37,19 @@ from lightning_recompute.calls import (
     Learned,
     Returned,
     host_rng,
+    output_leaves,
     same_host_rng,
 )
+from lightning_recompute.comparison import DIFFERS, Comparison, described
 from lightning_recompute.errors import RecomputeError
 from lightning_recompute.module_state import ModuleState, watch_hooks
 from lightning_recompute.patch import CompiledOriginal
 from lightning_recompute.placement import DevicePlacement, Placement
+from lightning_recompute.prior_recompute import inside_torch_checkpoint
 from lightning_recompute.save_ops import DECISIONS, OpSet, SavedOps
 
 _DECISIONS = OpSet(DECISIONS)
 _ON_DEVICE = DevicePlacement()
-_DIFFERS = (
-    "The block does not compute the same thing twice: look for data-dependent branches, counters, or random numbers "
-    "from a source other than torch's default generators; code that must run once can ask is_recomputing()"
-)
 
 
 class _Stop(BaseException):
@@ -84,10 +84,7 @@ class Frame:
         self.saved: list[tuple[weakref.ref[_Holder], torch.Size, torch.dtype] | None] = []
         self._placement = placement
         self._ops = ops
-        self._check = check
-        # under check: where each tensor was saved, and a copy of it
-        self._copies: list[tuple[str, Tensor]] = []
-        self._tracker: ModuleTracker | None = None
+        self._comparison = Comparison() if check else None
         # for each call the tensors it returned: place in the output, the tensor, its version
         self._outputs: list[list[tuple[int, weakref.ref[Tensor], int]]] = []
         self._rng_after: RngStates | None = None
@@ -111,13 +108,14 @@ class Frame:
             RecomputeError: The forward wrote a buffer for the first time after its first call.
         """
         module: nn.Module = function.__self__  # type: ignore[attr-defined]  # a bound method, or an Original
-        call = Call(name, function, module, len(self.saved))
+        call = Call(name, function, module, len(self.saved), learned)
         first = learned.written is None
         leaves, call.spec = tree_flatten((args, kwargs))
         tensors = self._refer(call, leaves)
         self._surround(call, tensors)
         call.state = ModuleState(module, learned.written)
-        call.observers = learned.observers
+        if isinstance(function, CompiledOriginal):
+            call.observers = learned.observers
         # a forward that writes its inputs is replayed on copies; its first call finds that out
         versions = [version_of(tensor) for tensor in tensors]
         copies = [tensor.detach().clone() for tensor in tensors] if first or learned.writes_inputs else []
@@ -125,17 +123,16 @@ class Frame:
         call.inputs = self._placement.save(copies if call.on_copies else tensors)
         start = call.rng
         assert start is not None
-        if first or learned.draws_on_host:
-            call.host_rng = host_rng()
+        call.host_rng = host_rng()
         self.calls.append(call)
-        result = self._run(call, leaves, learned, first)
+        result = self._run(call, args, kwargs, learned, first)
+        call.check_unwritten()
         if first:
             learned.writes_inputs = call.on_copies = versions != [version_of(tensor) for tensor in tensors]
             if call.on_copies:
                 call.inputs = self._placement.save(copies)
-            learned.draws_on_host = call.host_rng is not None and not same_host_rng(call.host_rng, host_rng())
-            if not learned.draws_on_host:
-                call.host_rng = None
+        if same_host_rng(call.host_rng, host_rng()):
+            call.host_rng = None
         self._settle_rng(call, start)
         try:
             written = call.state.settle(module, compare_values=first)
@@ -148,24 +145,28 @@ class Frame:
         self._outputs.append(
             [
                 (index, weakref.ref(leaf), version_of(leaf))
-                for index, leaf in enumerate(tree_flatten(result)[0])
+                for index, leaf in enumerate(output_leaves(result))
                 if isinstance(leaf, Tensor)
             ]
         )
         return result
 
-    def _run(self, call: Call, leaves: Sequence[Any], learned: Learned, first: bool) -> Any:
+    def _run(self, call: Call, args: Args, kwargs: Kwargs, learned: Learned, first: bool) -> Any:
         assert call.module is not None
         assert call.state is not None
-        args, kwargs = tree_unflatten(
-            [leaf.take() if isinstance(leaf, FreshCopy) else leaf for leaf in leaves], call.spec
-        )
+        # the caller's own arguments: what the forward adds to a list of theirs, they see
+        args = tuple(value.take() if isinstance(value, FreshCopy) else value for value in args)
+        kwargs = {key: value.take() if isinstance(value, FreshCopy) else value for key, value in kwargs.items()}
         with contextlib.ExitStack() as stack:
-            if not call.state.hooks <= learned.hooks:
+            if not isinstance(call.function, CompiledOriginal):
+                call.keeping = keeping
+                if call.state.hooks:
+                    stack.enter_context(watch_hooks(call.module, call.observers, keeping))
+            elif not call.state.hooks <= learned.hooks:  # once, since it makes dynamo compile again
                 learned.hooks |= call.state.hooks
                 stack.enter_context(watch_hooks(call.module, learned.observers))
-            if self._check and not learned.checked:
-                self._tracker = stack.enter_context(ModuleTracker())
+            if self._comparison is not None and not learned.checked:
+                stack.enter_context(self._comparison.tracking())
             stack.enter_context(self.packing())
             if self._ops is not None:
                 call.ops = SavedOps(self._ops)
@@ -174,7 +175,6 @@ class Frame:
             if call.ops is not None:
                 stack.enter_context(call.ops.saving())
             result = call.function(*args, **kwargs)
-        self._tracker = None
         if self._ops is None and call.ops is not None:
             learned.decides = bool(call.ops.outputs)
             if not learned.decides:
@@ -190,16 +190,18 @@ class Frame:
         """While this is entered, tensors that autograd saves are left to the frame."""
         return saved_tensors_hooks(self._pack, _unpack)
 
-    def open_tape(self, name: str, function: Callable[..., Any], tensors: Sequence[Tensor]) -> Call:
+    def open_tape(
+        self, name: str, function: Callable[..., Any], tensors: Sequence[Tensor], learned: Learned | None = None
+    ) -> Call:
         """Begin a call that is recorded function by function; its inputs are told when it is closed."""
-        call = Call(name, function, None, len(self.saved))
+        call = Call(name, function, None, len(self.saved), learned or Learned())
         self._surround(call, tensors)
         self.calls.append(call)
         return call
 
     def close_tape(self, call: Call, inputs: Sequence[Tensor]) -> None:
         """End it: `function(*inputs)` makes the whole call again."""
-        call.leaves = [Input(index, tensor.requires_grad) for index, tensor in enumerate(inputs)]
+        call.leaves = [Input.of(index, tensor) for index, tensor in enumerate(inputs)]
         call.spec = tree_flatten((tuple(inputs), {}))[1]
         call.inputs = self._placement.save(inputs)
         assert call.rng is not None
@@ -216,8 +218,9 @@ class Frame:
             if first is not None and output() is first and version_of(first) == version:
                 return
         raise RecomputeError(
-            f"{self.calls[-1].name} -> {name}: something between these two blocks of one unit changes the hidden "
-            "state, which a replay of the unit would miss; use num_layers=1 (a unit for each block)"
+            f"{self.calls[-1].name} -> {name}: the hidden state is not the tensor that the block before returned. "
+            "Something between these two blocks of one unit changes it (code of the model, a hook), which a replay of "
+            "the unit would miss; use num_layers=1 (a unit for each block)"
         )
 
     def close(self) -> None:
@@ -242,7 +245,7 @@ class Frame:
                 call.leaves.append(reference)
             else:
                 # one tensor given twice is one tensor in the replay: attention asks whether `query is key`
-                _, given = tensors.setdefault(id(leaf), (leaf, Input(len(tensors), leaf.requires_grad)))
+                _, given = tensors.setdefault(id(leaf), (leaf, Input.of(len(tensors), leaf)))
                 call.leaves.append(given)
         return [tensor for tensor, _ in tensors.values()]
 
@@ -257,10 +260,8 @@ class Frame:
         self._rng_after = after
 
     def _pack(self, tensor: Tensor) -> Packed:
-        if self._tracker is not None:
-            # under check: the innermost module now running, as torch's tracker names it
-            where = max(self._tracker.parents - {"Global"}, key=len, default="")
-            self._copies.append((where.partition(".")[2], tensor.detach().clone()))
+        if self._comparison is not None and not self.calls[-1].learned.checked:
+            self._comparison.record(len(self.saved), tensor)
         if isinstance(tensor, nn.Parameter):
             self.saved.append(None)
             return self.calls[-1], tensor, tensor._version
@@ -284,12 +285,12 @@ class Frame:
         """
         live = [index for index, entry in enumerate(self.saved) if entry is not None and entry[0]() is not None]
         last = -1 if for_output else live[-1]
-        copies, self._copies = self._copies, []
         position = 0
+        done = False
         call = self.calls[0]
 
         def pack(tensor: Tensor) -> Tensor:
-            nonlocal position
+            nonlocal position, done
             index, position = position, position + 1
             entry = self.saved[index] if index < len(self.saved) else None
             value = tensor.detach()
@@ -297,15 +298,16 @@ class Frame:
                 reference, shape, dtype = entry
                 if (tensor.shape, tensor.dtype) != (shape, dtype):
                     raise RecomputeError(
-                        f"{call.name}: the replay saved {_describe(tensor.shape, tensor.dtype)} where the forward "
-                        f"saved {_describe(shape, dtype)} (tensor {index - call.first_saved} of the block). {_DIFFERS}"
+                        f"{call.name}: the replay saved {described(tensor.shape, tensor.dtype)} where the forward "
+                        f"saved {described(shape, dtype)} (tensor {index - call.first_saved} of the block). {DIFFERS}"
                     )
-                if index < len(copies):
-                    _compare(call.name, *copies[index], value)
+                if self._comparison is not None:
+                    self._comparison.check(call.name, index, value)
                 holder = reference()
                 if holder is not None and holder.value is None:
                     holder.value = value
             if index == last:
+                done = True
                 raise _Stop
             return value
 
@@ -319,11 +321,17 @@ class Frame:
                         before = self.calls[len(outputs) - 1]
                         raise RecomputeError(_saved_otherwise(before, position, call.first_saved))
                     outputs.append(call.replay(outputs))
-        except _Stop:
-            return []
+        except BaseException as error:
+            # the stop itself, or what a forward made of it that catches everything
+            if not done or isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
         finally:
             if now is not None:
                 set_rng_states(devices, now)
+        for call in self.calls if self._comparison is not None else ():
+            call.learned.checked = True
+        if done:
+            return []
         if position != len(self.saved) or not for_output:
             raise RecomputeError(_saved_otherwise(self.calls[-1], position, len(self.saved)))
         return outputs[-1]
@@ -346,18 +354,38 @@ def _as_it_is(value: Tensor) -> Tensor:
     return value
 
 
-def _compare(name: str, module: str, forward: Tensor, replayed: Tensor) -> None:
-    if not torch.equal(forward, replayed) and not torch.allclose(forward, replayed, rtol=0, atol=0, equal_nan=True):
-        difference = (forward.double() - replayed.double()).abs().max().item()
+def keep(tensor: Tensor) -> tuple[Tensor, int]:
+    """Pack a tensor that is kept: a detached alias, for the tensor itself would keep its own graph alive for ever."""
+    return tensor if tensor.grad_fn is None else tensor.detach(), version_of(tensor)
+
+
+def kept(packed: tuple[Tensor, int]) -> Tensor:
+    """Unpack it.
+
+    Raises:
+        RecomputeError: It was written in place; hooks switch off autograd's own check, in whose words this is said.
+    """
+    tensor, version = packed
+    if version_of(tensor) != version:
         raise RecomputeError(
-            f"{name}: a value saved in {module or 'the block itself'} {_describe(forward.shape, forward.dtype)} "
-            f"differs in the replay by up to {difference:.3g}. {_DIFFERS}"
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tuple(tensor.shape)} is at version {version_of(tensor)}; expected version {version} instead"
         )
+    return tensor
+
+
+def keeping() -> contextlib.AbstractContextManager[object]:
+    """While this is entered, tensors that autograd saves are kept, whatever frame is open."""
+    return contextlib.nullcontext() if inside_torch_checkpoint() else saved_tensors_hooks(keep, kept)
+
+
+# hooks run inside compiled code too; without this, dynamo would try to compile them
+for _code in (Frame._pack.__code__, Frame.replay.__code__, *(f.__code__ for f in (_unpack, _as_it_is, keep, kept))):
+    skip_code(_code)
+    for _constant in _code.co_consts:
+        if isinstance(_constant, CodeType):
+            skip_code(_constant)
 
 
 def _saved_otherwise(call: Call, found: int, due: int) -> str:
-    return f"{call.name}: up to its end the replay saved {found} tensors, the forward {due}. {_DIFFERS}"
-
-
-def _describe(shape: torch.Size, dtype: torch.dtype) -> str:
-    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')}"
+    return f"{call.name}: up to its end the replay saved {found} tensors, the forward {due}. {DIFFERS}"

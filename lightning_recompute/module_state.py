@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,27 +12,31 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
-from lightning_recompute.ambient import version_of
+from lightning_recompute.ambient import rng_devices, rng_states, same_rng, version_of
+from lightning_recompute.object_state import Stream, Twin, has_content, stream_of, without_graph
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-# torch's own bookkeeping in a module's attributes; never copied
-_TORCH_OWN = frozenset(vars(nn.Module()))
+# torch's own bookkeeping in a module's attributes
+_TORCH_OWN = frozenset(vars(nn.Module())) - {"training"}
+_STATISTICS = frozenset({"running_mean", "running_var"})
 _MISSING: Any = object()
 
-Container = list[Any] | dict[Any, Any] | set[Any]
 Written = frozenset[tuple[int, str]]
 """Tensors of a module that its forward writes in place, by (position in `modules()`, name)."""
+Keeping = Callable[[], contextlib.AbstractContextManager[object]]
+"""Makes a context in which what autograd saves is kept, not left to a frame."""
 
 
 class ModuleState:
-    """Attributes, buffers, hooks, private generators and training flags of a module and all below it.
+    """A module and all below it as a forward saw them: attributes, tensors, hooks, random streams, training flags.
 
-    Made before the forward; `settle` after it keeps only what did change. A replay runs under `restored`: it
-    sees the module as the forward saw it and leaves nothing of its own behind. Values of buffers and tensor
-    attributes are cloned before the forward only where a write is to be expected: the statistics of
-    normalisations (their kernels write without a trace in the version counter) and the names in `written`; all
-    of them when that is None, on a module's first call.
+    Made before the forward; `settle` after it finds what was written. A replay runs under `restored`: it sees
+    everything as the forward saw it, whatever has been rebound, filled or removed since, and leaves nothing of its
+    own behind. Values of buffers and tensor attributes are cloned before the forward only where a write is to be
+    expected: the statistics of normalisations (their kernels write without a trace in the version counter) and the
+    names in `written`; all of them when that is None, on a module's first call. Others that are written after the
+    forward are found by `written_since`.
 
     Args:
         module: The module about to run.
@@ -41,31 +44,50 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module, written: Written | None) -> None:
+        self._parts = list(module.modules())
         self._attributes: list[dict[str, Any]] = []
+        self._parameters: list[dict[str, nn.Parameter | None]] = []
         self._buffers: list[dict[str, Tensor | None]] = []
-        self._training: list[bool] = []
+        self._modules: list[dict[str, nn.Module | None]] = []
         self._hooks: dict[int, dict[str, OrderedDict[int, Any]]] = {}
-        self._generators: list[tuple[torch.Generator, Tensor]] = []
-        self._containers: dict[tuple[int, str], tuple[Container, Container]] = {}
+        self._streams: list[Stream] = []
+        # containers and plain objects by place, and whether the forward changed them
+        self._objects: list[dict[str, tuple[Twin, bool]]] = []
         self._versions: dict[tuple[int, str], tuple[Tensor, int]] = {}
         self._values: dict[tuple[int, str], Tensor] = {}
+        twins: dict[int, Twin] = {}
+        clones: dict[int, Tensor] = {}
         with torch.no_grad():
-            for index, part in enumerate(module.modules()):
-                attributes = dict(vars(part))
-                self._attributes.append(attributes)
-                self._buffers.append(dict(part._buffers))
-                self._training.append(part.training)
-                if any(attributes[kind] for kind in _HOOKS):
-                    self._hooks[index] = {kind: attributes[kind].copy() for kind in _HOOKS + _HOOK_FLAGS}
-                for name, value in _own(attributes, part._buffers):
-                    if isinstance(value, torch.Generator):
-                        self._generators.append((value, value.get_state()))
-                    elif isinstance(value, list | dict | set):
-                        self._containers[index, name] = (value, value.copy())
-                    elif isinstance(value, Tensor):
-                        self._versions[index, name] = (value, version_of(value))
-                        if written is None or (index, name) in written or isinstance(part, _NormBase):
-                            self._values[index, name] = value.detach().clone()
+            for index, part in enumerate(self._parts):
+                self._look_at(part, twins)
+                tensors = {**self._attributes[index], **self._buffers[index]}
+                for name, tensor in tensors.items():
+                    if isinstance(tensor, Tensor):
+                        self._versions[index, name] = tensor, version_of(tensor)
+                        if written is None or (index, name) in written or _has_statistics(part):
+                            clones.setdefault(id(tensor), tensor.detach().clone())
+                            self._values[index, name] = clones[id(tensor)]
+
+    def _look_at(self, part: nn.Module, twins: dict[int, Twin]) -> None:
+        everything = vars(part)
+        attributes: dict[str, Any] = {}
+        objects: dict[str, tuple[Twin, bool]] = {}
+        for name, value in everything.items():
+            if name in _TORCH_OWN:
+                continue
+            if has_content(value):
+                objects[name] = twins.get(id(value)) or Twin(value, twins), True
+            else:
+                attributes[name] = without_graph(value)
+                if (stream := stream_of(value)) is not None:
+                    self._streams.append(stream)
+        if any(everything[kind] for kind in _HOOKS):
+            self._hooks[len(self._attributes)] = {kind: everything[kind].copy() for kind in _HOOKS + _HOOK_FLAGS}
+        self._attributes.append(attributes)
+        self._objects.append(objects)
+        self._parameters.append({name: without_graph(value) for name, value in part._parameters.items()})
+        self._buffers.append({name: without_graph(value) for name, value in part._buffers.items()})
+        self._modules.append(dict(part._modules))
 
     @property
     def hooks(self) -> set[int]:
@@ -73,7 +95,7 @@ class ModuleState:
         return {key for kinds in self._hooks.values() for kind in _HOOKS for key in kinds[kind]}
 
     def settle(self, module: nn.Module, compare_values: bool) -> Written:
-        """Keep only what the forward changed.
+        """Find out what the forward changed.
 
         Args:
             module: The same module, after its forward.
@@ -85,7 +107,7 @@ class ModuleState:
         Raises:
             LookupError: A tensor was written whose former value is not known; the argument is its name.
         """
-        parts = list(module.modules())
+        assert module is self._parts[0]
         written: set[tuple[int, str]] = set()
         for (index, name), (tensor, version) in self._versions.items():
             former = self._values.get((index, name))
@@ -93,71 +115,98 @@ class ModuleState:
                 if version_of(tensor) != version:
                     raise LookupError(name)
             elif (
-                isinstance(parts[index], _NormBase)
+                _has_statistics(self._parts[index])
                 or version_of(tensor) != version
                 or (compare_values and not torch.equal(former, tensor))
             ):
                 written.add((index, name))
             else:
                 del self._values[index, name]
-        self._versions.clear()
-        self._containers = {key: pair for key, pair in self._containers.items() if not _same_content(*pair)}
-        for index, part in enumerate(parts):
-            self._attributes[index] = _to_put_back(self._attributes[index], vars(part))
-            self._buffers[index] = _to_put_back(self._buffers[index], part._buffers)
-        self._generators = [(g, state) for g, state in self._generators if not torch.equal(g.get_state(), state)]
+        for key in written:
+            del self._versions[key]
+        self._streams = [stream for stream in self._streams if stream.moved()]
+        for index, part in enumerate(self._parts):
+            for name, (twin, _) in self._objects[index].items():
+                self._objects[index][name] = twin, not twin.same_as(vars(part).get(name))
         return frozenset(written)
 
+    def written_since(self) -> str | None:
+        """The name of a buffer or tensor attribute that was written in place after the forward, None if none was."""
+        for (index, name), (tensor, version) in self._versions.items():
+            if version_of(tensor) != version:
+                path = next(path for path, part in self._parts[0].named_modules() if part is self._parts[index])
+                return f"{path}.{name}".removeprefix(".")
+        return None
+
     @contextlib.contextmanager
-    def restored(self, module: nn.Module, observers: frozenset[int]) -> Iterator[None]:
+    def restored(
+        self, module: nn.Module, observers: frozenset[int], keeping: Keeping = contextlib.nullcontext
+    ) -> Iterator[None]:
         """Set the module as its forward saw it; on leaving put everything back as it is now.
 
         Args:
             module: The module.
             observers: Ids of hooks that only look on: they do not run again.
+            keeping: What other hooks run in.
         """
-        parts = list(module.modules())
-        now = [(dict(vars(part)), dict(part._buffers)) for part in parts]
-        generators = [(generator, generator.get_state()) for generator, _ in self._generators]
+        assert module is self._parts[0]
+        now = [(dict(vars(part)), dict(part._buffers), dict(part._modules)) for part in self._parts]
+        exchanged: list[tuple[dict[str, Any], str, Any, Any]] = []
+        streams = [(stream, stream.read()) for stream in self._streams]
+        copies: dict[Twin, Any] = {}
+        clones: dict[int, Tensor] = {}
         try:
-            for index, part in enumerate(parts):
-                # a replay fills copies of lists, dicts and sets, in the state that the forward found
-                due: dict[str, Any] = {
-                    name: self._containers.get((index, name), (None, value))[1].copy()
-                    for name, value in _own(now[index][0], {})
-                    if isinstance(value, list | dict | set)
-                }
-                due.update(self._attributes[index])
-                due["training"] = self._training[index]
-                for kind, hooks in self._hooks.get(index, {}).items():
-                    kept = ((key, hook) for key, hook in hooks.items() if key not in observers)
-                    due[kind] = OrderedDict(kept) if kind in _HOOKS else hooks
-                _put_back(vars(part), due)
-                _put_back(part._buffers, self._buffers[index])
-            for (index, name), value in self._values.items():
-                buffers = parts[index]._buffers
-                target: dict[str, Any] = buffers if name in buffers else vars(parts[index])
-                target[name] = value.clone()
-            for generator, state in self._generators:
-                generator.set_state(state)
+            for index, part in enumerate(self._parts):
+                attributes, buffers, modules = now[index]
+                due = dict(self._attributes[index])
+                for name, (twin, changed) in self._objects[index].items():
+                    value = attributes.get(name)
+                    due[name] = twin.build(copies) if changed or not twin.same_as(value) else value
+                _put_back(vars(part), _to_put_back(due, _own(attributes)))
+                _put_back(part._buffers, _to_put_back(self._buffers[index], buffers))
+                _put_back(part._modules, _to_put_back(self._modules[index], modules))
+                exchanged += _exchange(part._parameters, self._parameters[index])
+                self._set_hooks(index, part, observers, keeping)
+            for (index, name), former in self._values.items():
+                buffers = self._parts[index]._buffers
+                target: dict[str, Any] = buffers if name in buffers else vars(self._parts[index])
+                target[name] = clones.setdefault(id(former), former.clone())
+            for stream in self._streams:
+                stream.write(stream.state)
             yield
         finally:
-            for part, (attributes, buffers) in zip(parts, now, strict=True):
+            for part, (attributes, buffers, modules) in zip(self._parts, now, strict=True):
                 _put_back(vars(part), _to_put_back(attributes, vars(part)))
                 _put_back(part._buffers, _to_put_back(buffers, part._buffers))
-            for generator, state in generators:
-                generator.set_state(state)
+                _put_back(part._modules, _to_put_back(modules, part._modules))
+            for target, name, ours, theirs in exchanged:
+                if target.get(name) is ours:  # FSDP exchanges parameters itself
+                    target[name] = theirs
+            for stream, state in streams:
+                stream.write(state)
+
+    def _set_hooks(self, index: int, part: nn.Module, observers: frozenset[int], keeping: Keeping) -> None:
+        due = self._hooks.get(index)
+        if due is None and not any(vars(part)[kind] for kind in _HOOKS):
+            return
+        for kind in _HOOKS + _HOOK_FLAGS:
+            hooks = {} if due is None else due[kind]
+            if kind in _HOOKS:
+                hooks = {key: _kept(hook, keeping) for key, hook in hooks.items() if key not in observers}
+            vars(part)[kind] = OrderedDict(hooks)
 
 
 @contextlib.contextmanager
-def watch_hooks(module: nn.Module, observers: set[int]) -> Iterator[None]:
+def watch_hooks(module: nn.Module, observers: set[int], keeping: Keeping = contextlib.nullcontext) -> Iterator[None]:
     """Find out which forward hooks below a module only look on, while its forward runs.
 
-    An observer returns None and changes no tensor it sees, no attribute and no parameter of its module.
+    An observer returns None, draws no random number and changes no tensor it sees, no attribute and no parameter of
+    its module. It does not run again in a replay. What any hook computes is kept, whatever it then does with it.
 
     Args:
         module: The module about to run; its own hooks run outside of its forward and do not count.
         observers: Filled with the ids of such hooks.
+        keeping: What hooks run in.
     """
     former: list[tuple[nn.Module, str, Any]] = []
     for part in list(module.modules())[1:]:
@@ -165,7 +214,7 @@ def watch_hooks(module: nn.Module, observers: set[int]) -> Iterator[None]:
             hooks = vars(part)[kind]
             if hooks:
                 former.append((part, kind, hooks))
-                watched = ((key, _watched(hook, key, observers)) for key, hook in hooks.items())
+                watched = ((key, _watched(hook, key, observers, keeping)) for key, hook in hooks.items())
                 vars(part)[kind] = OrderedDict(watched)
     try:
         yield
@@ -174,11 +223,12 @@ def watch_hooks(module: nn.Module, observers: set[int]) -> Iterator[None]:
             vars(part)[kind] = hooks
 
 
-def _watched(hook: Callable[..., Any], key: int, observers: set[int]) -> Callable[..., Any]:
+def _watched(hook: Callable[..., Any], key: int, observers: set[int], keeping: Keeping) -> Callable[..., Any]:
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        before = _traces(module, args, kwargs)
-        result = hook(module, *args, **kwargs)
-        if result is None and _traces(module, args, kwargs) == before:
+        before = _Traces(module, args, kwargs)
+        with keeping():
+            result = hook(module, *args, **kwargs)
+        if result is None and before == _Traces(module, args, kwargs) and before.same_content():
             observers.add(key)
         else:
             observers.discard(key)
@@ -187,38 +237,65 @@ def _watched(hook: Callable[..., Any], key: int, observers: set[int]) -> Callabl
     return run
 
 
-def _traces(module: nn.Module, args: Any, kwargs: Any) -> list[Any]:
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    tensors += [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    attributes = [(name, id(value)) for name, value in vars(module).items() if name not in _HOOKS]
-    return [(id(tensor), version_of(tensor)) for tensor in tensors] + attributes
+def _kept(hook: Callable[..., Any], keeping: Keeping) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with keeping():
+            return hook(*args, **kwargs)
+
+    return run
 
 
-def _own(attributes: dict[str, Any], buffers: dict[str, Tensor | None]) -> Iterator[tuple[str, Any]]:
-    """Buffers and the module's own attributes."""
-    yield from buffers.items()
-    for name, value in attributes.items():
-        if name not in _TORCH_OWN:
-            yield name, value
+class _Traces:
+    """What a hook could leave a trace in."""
+
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._rng = rng_states(rng_devices(tensors))
+        tensors += [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        self._tensors = [(id(tensor), version_of(tensor)) for tensor in tensors]
+        self._attributes = {name: id(value) for name, value in vars(module).items() if name not in _HOOKS}
+        self._objects = [(value, Twin(value)) for value in _own(vars(module)).values() if has_content(value)]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Traces) and (
+            (self._tensors, self._attributes) == (other._tensors, other._attributes) and same_rng(self._rng, other._rng)
+        )
+
+    def same_content(self) -> bool:
+        """Whether the module's containers and objects have the content that they had."""
+        return all(twin.same_as(value) for value, twin in self._objects)
 
 
-def _same_content(one: Container, other: Container) -> bool:
-    if len(one) != len(other):
-        return False
-    mine, theirs = (list(part.values() if isinstance(part, dict) else part) for part in (one, other))
-    return all(map(operator.is_, mine, theirs))
+def _has_statistics(part: nn.Module) -> bool:
+    """Whether a module is a normalisation that updates running statistics, torch's own or a library's."""
+    return isinstance(part, _NormBase) or part._buffers.keys() >= _STATISTICS
 
 
-def _to_put_back(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+def _own(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """A module's attributes without torch's bookkeeping."""
+    return {name: value for name, value in attributes.items() if name not in _TORCH_OWN}
+
+
+def _to_put_back(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """What to set so that `after` becomes what `before` was."""
     due = {name: value for name, value in before.items() if after.get(name, _MISSING) is not value}
     due.update((name, _MISSING) for name in after.keys() - before.keys())
     return due
 
 
-def _put_back(target: dict[str, Any], due: dict[str, Any]) -> None:
+def _put_back(target: dict[str, Any], due: Mapping[str, Any]) -> None:
     for name, value in due.items():
         if value is _MISSING:
             target.pop(name, None)
         else:
             target[name] = value
+
+
+def _exchange(parameters: dict[str, Any], due: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str, Any, Any]]:
+    """Set parameters that have been replaced since; yields where, what and instead of what."""
+    for name, tensor in due.items():
+        now = parameters.get(name)
+        # FSDP frees the memory of what it had gathered: that is not to be used again
+        if now is not tensor and not (tensor is not None and tensor.numel() and not tensor.untyped_storage().nbytes()):
+            parameters[name] = tensor
+            yield parameters, name, tensor, now

@@ -85,10 +85,12 @@ def in_backward() -> bool:
 def others_recompute() -> bool:
     """Whether this forward is run, or run again, by somebody else's recompute.
 
-    Inside a backward any forward is a replay, whose values are used at once. In a forward, torch's own
-    non-reentrant checkpoint has its hooks on top.
+    Inside a backward any forward is a replay, whose values are used at once.
     """
-    if in_backward():
-        return True
+    return in_backward() or inside_torch_checkpoint()
+
+
+def inside_torch_checkpoint() -> bool:
+    """Whether torch's own non-reentrant checkpoint has its hooks on top."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
