@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -62,7 +63,12 @@ def set_rng_states(devices: tuple[torch.device, ...], states: RngStates) -> None
 
 def same_rng(one: RngStates, other: RngStates) -> bool:
     """Whether nothing was drawn between two readings."""
-    return len(one) == len(other) and all(map(torch.equal, one, other))
+    # states are a few bytes of host memory; read as such they compare also where torch's functions are faked
+    return len(one) == len(other) and all(map(_same_bytes, one, other))
+
+
+def _same_bytes(one: Tensor, other: Tensor) -> bool:
+    return ctypes.string_at(one.data_ptr(), one.numel()) == ctypes.string_at(other.data_ptr(), other.numel())
 
 
 class Surroundings:

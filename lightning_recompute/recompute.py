@@ -11,12 +11,15 @@ block; `check=True` tells of any other.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 import torch
 from torch import nn
+from torch._dynamo import OptimizedModule
+from torch.nn.parameter import is_lazy
 
 from lightning_recompute.ambient import is_recomputing
 from lightning_recompute.blocks import BlockList, find_blocks
@@ -120,6 +123,12 @@ def apply_recompute(
         if not isinstance(segment.action, Keep)
         for index in range(segment.start, segment.stop)
     ]
+    if covered and (around := _compiled_around(module, modules[covered[0]])) is not None:
+        logger.warning(
+            "%s is compiled as a whole: its recomputed blocks run outside of the compiled code. To have both, compile "
+            "each block instead: block.compile()",
+            around,
+        )
     try:
         patches += stand_in_for(module, [modules[index] for index in covered], [names[index] for index in covered])
         patches += quiet_in_replay(module)
@@ -174,9 +183,8 @@ def _check(plan: RecomputePlan, lengths: Sequence[int], modules: Sequence[nn.Mod
     seen: dict[int, tuple[str, Segment]] = {}
     for segment in plan.segments:
         where = f"the plan's segment of {segment}"
-        if isinstance(segment.action, Keep):
-            continue
-        _check_placement(segment.action, where, modules[segment.start])
+        if not isinstance(segment.action, Keep):
+            _check_placement(segment.action, where, modules[segment.start])
         if isinstance(segment.action, Full | SaveOps) and (
             crossed := sorted(border for border in borders if segment.start < border < segment.stop)
         ):
@@ -188,6 +196,10 @@ def _check(plan: RecomputePlan, lengths: Sequence[int], modules: Sequence[nn.Mod
             block, name = modules[index], names[index]
             if any(is_patched(part) for part in block.modules()):
                 raise ValueError(f"{name} is recomputed already; call remove() of the handle that does it first")
+            if any(is_lazy(parameter) for parameter in block.parameters()):
+                raise ValueError(
+                    f"{name} has lazy parameters without a shape; run one forward before recompute is applied"
+                )
             other_name, other = seen.setdefault(id(block), (name, segment))
             if other_name != name and (other.action != segment.action or _is_group(other) or _is_group(segment)):
                 raise ValueError(
@@ -207,6 +219,16 @@ def _check(plan: RecomputePlan, lengths: Sequence[int], modules: Sequence[nn.Mod
     for word, blocks in searched.items():
         if not any(find_targets(block, (word,), name)[0] for name, block in blocks.items()):
             raise ValueError(unknown_label_message((word,), blocks))
+
+
+def _compiled_around(module: nn.Module, block: nn.Module) -> str | None:
+    """The compiled module that a block is a part of, if there is one."""
+    for name, part in module.named_modules():
+        is_compiled = isinstance(part, OptimizedModule) or getattr(part, "_compiled_call_impl", None) is not None
+        if is_compiled and any(inner is block for inner in list(part.modules())[1:]):
+            inner = getattr(part, "_orig_mod", part)
+            return None if inner is block else name or "the model"
+    return None
 
 
 def _is_group(segment: Segment) -> bool:
@@ -230,4 +252,4 @@ def _check_placement(action: Full | Selective | SaveOps, where: str, block: nn.M
 def is_patched(module: nn.Module) -> bool:
     """Whether the module is recomputed now, or a part of it is freed."""
     own = (recomputed_forward, freeing_forward, taped_forward, recognising_forward)
-    return any(getattr(value, "func", None) in own for value in vars(module).values())
+    return any(isinstance(value, functools.partial) and value.func in own for value in vars(module).values())
