@@ -181,6 +181,7 @@ class ReplicatedStrategy(ParallelStrategy):
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         if self.is_distributed:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            # Lightning keeps the rank as an attribute of the decorator
             vars(rank_zero.rank_zero_only)["rank"] = self.global_rank
 
     # ---- processes --------------------------------------------------------------------------------------
@@ -266,7 +267,11 @@ class ReplicatedStrategy(ParallelStrategy):
             assert self.model is not None
             self._synchronized_layers = False
             self.model = self._layer_sync.revert(self.model)
-        super().teardown()
+        if self.is_distributed:
+            super().teardown()
+        else:
+            # a process that trains alone has set no environment up, and must not clean somebody else's
+            super(ParallelStrategy, self).teardown()
 
     # ---- collectives ------------------------------------------------------------------------------------
 

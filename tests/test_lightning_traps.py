@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_one_device_is_neither_distributed_nor_seeded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """T1, T2, T3: no injected sampler, no second seeding, no process group, no launcher, rank 0 in any surroundings."""
     monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "7")
     train = loader()
     rng: list[Tensor] = []
 
@@ -57,6 +59,7 @@ def test_one_device_is_neither_distributed_nor_seeded_again(monkeypatch: pytest.
     assert not dist.is_initialized()
     assert (strategy.global_rank, strategy.local_rank, strategy.world_size, strategy.is_global_zero) == (0, 0, 1, True)
     assert strategy.root_device == torch.device("cpu")
+    assert os.environ["WORLD_SIZE"] == "7"
     # between the two looks: the module's weights only
     torch.set_rng_state(rng[0])
     Net()

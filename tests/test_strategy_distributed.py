@@ -167,6 +167,7 @@ def test_fork_and_spawn(found: Found, tmp_path: Path) -> None:
         assert all(torch.equal(value, due[key]) for key, value in weights.items())
 
 
+@pytest.mark.long
 def test_torchrun(found: Found, tmp_path: Path) -> None:
     """Shows 5."""
     outcome = finish(start("distributed_train.py", tmp_path, torchrun=True))
