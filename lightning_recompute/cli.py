@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -46,6 +47,9 @@ EPILOG = """The arguments of a class:
 # the place matters, and the traceback stays.
 _OURS = __name__.partition(".")[0]
 _PASSED_THROUGH = {_OURS, "lightning", "torch", *sys.stdlib_module_names}
+
+# Advertisements, and the absence of hardware that nobody asked for.
+_NO_NEWS = ("💡 Tip", "TPU available: False", "Loading `train_dataloader` to estimate")
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
@@ -111,7 +115,7 @@ class RecomputeCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Refuse a strategy that is no name; Lightning would only call it invalid."""
-        trainer = self._get(self.config, "trainer")
+        trainer = self.config[self.config["subcommand"]]["trainer"]
         if not isinstance(trainer, Namespace):
             self.parser.error(f"trainer: found {trainer!r}; a mapping of the Trainer's arguments is due")
         strategy = trainer.get("strategy")
@@ -151,7 +155,7 @@ def main(args: Sequence[str] | None = None) -> None:
     if os.getcwd() not in sys.path:
         # modules of the user's project are found where the command is given, as under `python -m`
         sys.path.insert(0, os.getcwd())
-    _say_what_is_done()
+    _tidy_the_output()
     try:
         RecomputeCLI()
     except (ValueError, TypeError, OSError, MisconfigurationException) as error:
@@ -176,12 +180,19 @@ def _is_refusal(error: BaseException) -> bool:
     return position.tb_frame.f_code.co_code[position.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
-def _say_what_is_done() -> None:
-    """Let the package's own log lines be read, and leave out Lightning's advertisements."""
+def _tidy_the_output() -> None:
+    """Let the package's own log lines be read, and leave out what tells the user nothing."""
     logger = logging.getLogger(_OURS)
     logger.setLevel(logging.INFO)
     if not logger.handlers:
         logger.addHandler(logging.StreamHandler())
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_news)
+    # between two releases of Lightning and torch; nothing that a user could change
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_NO_NEWS)
 
 
 if __name__ == "__main__":

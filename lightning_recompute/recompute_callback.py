@@ -73,6 +73,11 @@ class Recompute(pl.Callback):
             offload_saved_activations=offload_saved_activations,
         )
         self._session = RecomputeSession(policy, plan, blocks, check)
+        if distribute_saved_activations:
+            raise ValueError(
+                "distribute_saved_activations=True needs tensor-parallel ranks to keep the shards; this callback knows "
+                "of none. Leave it out"
+            )
 
     @property
     def active_plan(self) -> RecomputePlan | None:
