@@ -76,7 +76,9 @@ def count_flops(step: Callable[[], object]) -> tuple[int, int]:
     return seen.get_total_flops(), counted.get_total_flops()
 
 
-def alternate(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+def alternate(
+    steps: Mapping[str, Callable[[], object]], rounds: int, before: Callable[[str], object] = lambda name: None
+) -> dict[str, list[float]]:
     """CPU seconds of this process for each step in each round, after one round to warm up.
 
     The order is turned round from one round to the next, so that a drift of the machine hits all alike.
@@ -84,12 +86,15 @@ def alternate(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict[st
     Args:
         steps: What to time, by name.
         rounds: Number of rounds.
+        before: Called with the name of a step before each, untimed.
     """
-    for step in steps.values():
+    for name, step in steps.items():
+        before(name)
         step()
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds):
         for name in list(steps) if number % 2 == 0 else reversed(list(steps)):
+            before(name)
             start = time.process_time()
             steps[name]()
             seconds[name].append(time.process_time() - start)
