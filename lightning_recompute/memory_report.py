@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -33,10 +33,11 @@ class MemoryReport(Report):
     """Reports where memory goes: peaks by epoch and phase on every rank, and what they consist of.
 
     Phases are forward, backward, optimizer and validation (sanity checking does not count). In manual
-    optimization call `self.manual_backward`, not `loss.backward()`, so that backward is told from forward. The peak
-    of each phase is split into parameters (with buffers), gradients, optimizer state, activations (what forward
-    left for backward) and temporary (the rest: gradients of activations, recomputed activations, the batch), each
-    storage once, of DTensors the local shards; the five sum to the peak.
+    optimization call `self.manual_backward`, not `loss.backward()`, so that backward is told from forward (and
+    gradients dropped within a forward are temporary). The peak of each phase is split into parameters (with
+    buffers), gradients, optimizer state, activations (what forward left for backward) and temporary (the rest:
+    gradients of activations, recomputed activations, the batch), each storage once, of DTensors the local shards;
+    the five are what there was at the peak, and sum to it.
 
     On CUDA bytes are those of torch's caching allocator, allocated and reserved. On the CPU a counting allocator is
     compiled on first use (g++, some seconds, kept in the user's cache folder), which is exact and costs no time. It
@@ -64,6 +65,7 @@ class MemoryReport(Report):
         self.reset_peak = reset_peak
         self._recorder: PhaseRecorder | None = None
         self._watching = False
+        self._inside = False
         self._automatic = True
         self._steps_to_watch = 0
         self._resumed_after: Phase | None = None
@@ -225,10 +227,18 @@ class MemoryReport(Report):
         if not self._automatic:
             self._begin("forward", after="optimizer")
 
-    def _watch(self, method: str) -> AbstractContextManager[Any]:
-        if self._recorder is None or not self._watching:
-            return nullcontext()
-        return self._recorder.meter.watching()
+    @contextmanager
+    def _watch(self, method: str) -> Iterator[None]:
+        # the optimizer's step calls the training step, and that backward in manual optimization
+        if self._recorder is None or self._inside or not self._watching:
+            yield
+            return
+        self._inside = True
+        try:
+            with self._recorder.meter.watching():
+                yield
+        finally:
+            self._inside = False
 
     # ---- reporting ------------------------------------------------------------------------------------------
 
@@ -249,7 +259,8 @@ class MemoryReport(Report):
                     rows.append({**row, "predicted_peak_bytes": None if predicted < 0 else int(predicted)})
         self.rows += rows
         self._write(trainer)
-        if highest := self._highest(rows):
+        highest = self._highest(rows)
+        if highest is not None and trainer.state.fn == "fit":  # validation alone is no point of the curve
             predictions = [row["predicted_peak_bytes"] for row in rows if row["predicted_peak_bytes"] is not None]
             scalars = {
                 "memory/peak_gib": highest["peak_bytes"] / GIB,

@@ -184,6 +184,7 @@ class ThroughputReport(Report):
         if self._run is not None:
             # before the step, which may change the batch
             self._run.batch = None if batch is None else self._sizes(trainer, batch)
+            self._resume(self._run)  # where Lightning goes on in mid-epoch, no epoch began
             self._run.clock.begin()
 
     def on_train_batch_end(
@@ -232,7 +233,7 @@ class ThroughputReport(Report):
         self._stop()
 
     def _resume(self, run: _Run) -> None:
-        if run.steps >= self.warmup_steps:
+        if run.since is None and run.steps >= self.warmup_steps:
             run.since = run.clock.now()
 
     @staticmethod
@@ -280,7 +281,8 @@ class ThroughputReport(Report):
         samples, tokens = float(epoch.samples), float(epoch.tokens)
         model_flops, recompute_flops = run.flops(samples, tokens)
         median, p95 = median_and_p95(times) if times else (0.0, 0.0)
-        own = (samples, tokens, model_flops, recompute_flops, epoch.seconds, median, p95)
+        seconds = epoch.seconds if epoch.steps else 0.0
+        own = (samples, tokens, model_flops, recompute_flops, seconds, median, p95)
         ranks = gather(trainer, [-1.0 if math.isnan(value) else value for value in own])
         columns = list(zip(*ranks, strict=True))
         # -1 on any rank: not known
@@ -295,7 +297,13 @@ class ThroughputReport(Report):
             row["samples_per_second"] = samples * once / seconds
             row["tokens_per_second"] = tokens * once / seconds
             row["step_seconds_median"], row["step_seconds_p95"] = median, p95
-            if model_flops > 0 and (peak := self._peak(trainer)) is not None:
+            if model_flops == 0:
+                self._say_once(
+                    trainer,
+                    "mfu and hfu are not reported: no matrix product, convolution or attention was seen in the steps "
+                    "of the warm-up (kernels of your own need torch.utils.flop_counter.register_flop_formula)",
+                )
+            elif model_flops > 0 and (peak := self._peak(trainer)) is not None:
                 row["mfu"] = utilization(model_flops, seconds, trainer.world_size, peak)
                 row["hfu"] = utilization(model_flops + recompute_flops, seconds, trainer.world_size, peak)
         else:

@@ -234,6 +234,18 @@ def test_unknown_devices_have_no_utilization_and_it_is_said_once(
     assert "'cpu'" in said[0]
 
 
+def test_a_model_without_known_flops_has_no_utilization(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    class Scaled(Timed):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net[0].weight.sum() * x
+
+    report = ThroughputReport(PEAK)
+    run(report, Scaled(clock))
+    assert report.rows[-1]["samples_per_second"] == pytest.approx(14 / 4)
+    assert report.rows[-1]["mfu"] is None
+    assert sum("register_flop_formula" in record.message for record in caplog.records) == 1
+
+
 def test_compiled_modules_stay_compiled_and_are_counted(clock: Clock) -> None:
     runs = 0
 
@@ -262,6 +274,10 @@ def test_an_epoch_of_warm_up_only_is_empty_and_said(clock: Clock, caplog: pytest
     assert [row["samples_per_second"] is None for row in report.rows] == [True, False, False]
     assert report.rows[1]["samples_per_second"] == pytest.approx((4 + 4 + 2) / 3)
     assert [record.message for record in caplog.records if "warm-up of 5" in record.message]
+    # validation after the only step is no training time either
+    report = ThroughputReport(PEAK, warmup_steps=1)
+    run(report, Timed(clock), batches(4), batches(4), max_epochs=1)
+    assert report.rows == [dict.fromkeys(COLUMNS) | {"epoch": 0}]
 
 
 def test_batches_without_rows_are_said(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
