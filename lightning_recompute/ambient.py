@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from lightning_recompute.object_state import Twin, is_container
+
 T = TypeVar("T")
 
 _recomputing: contextvars.ContextVar[bool] = contextvars.ContextVar("lightning_recompute.recomputing", default=False)
@@ -78,7 +80,7 @@ class Surroundings:
         device_types: Device types whose autocast state counts.
     """
 
-    __slots__ = ("_autocast", "_cache_enabled", "_context", "_modes", "_switches")
+    __slots__ = ("_autocast", "_cache_enabled", "_context", "_filled", "_modes", "_switches")
 
     def __init__(self, device_types: tuple[str, ...]) -> None:
         self._autocast = _autocast_states(device_types)
@@ -87,12 +89,19 @@ class Surroundings:
         # a mode that was active around the forward only, such as one that replaces functions
         self._modes: tuple[TorchFunctionMode, ...] = tuple(_get_current_function_mode_stack())
         self._context = contextvars.copy_context()
+        # a list that collects what blocks return would, held here, keep the graph alive that holds this
+        self._filled = [(variable, Twin(value)) for variable, value in self._context.items() if is_container(value)]
+        for variable, _ in self._filled:
+            self._context.run(variable.set, None)
 
     def run(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:
         """Call `function` as a replay under these surroundings."""
         with self._restored():
             # a copy each time: a second replay must not see what the first one set
-            return self._context.copy().run(_run_recomputing, function, args, kwargs)
+            context = self._context.copy()
+            for variable, twin in self._filled:
+                context.run(variable.set, twin.build())
+            return context.run(_run_recomputing, function, args, kwargs)
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:

@@ -80,6 +80,7 @@ class Learned:
         written: Buffers and tensor attributes that its forward writes; None before the first call.
         writes_inputs: Whether it writes to tensors it is given.
         decides: Whether it sorts or picks, as a router does.
+        generators: Private ones that it was seen to draw from.
         observers: Of a compiled block, ids of forward hooks below it that only look on.
         hooks: Of a compiled block, ids of all hooks that were watched.
         checked: Whether a replay has been compared with its forward.
@@ -89,6 +90,7 @@ class Learned:
         self.written: Written | None = None
         self.writes_inputs = False
         self.decides = False
+        self.generators: list[torch.Generator] = []
         self.observers: set[int] = set()
         self.hooks: set[int] = set()
         self.checked = False

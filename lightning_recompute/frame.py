@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -46,7 +46,7 @@ from lightning_recompute.module_state import ModuleState, watch_hooks
 from lightning_recompute.patch import CompiledOriginal
 from lightning_recompute.placement import DevicePlacement, Placement
 from lightning_recompute.prior_recompute import inside_torch_checkpoint
-from lightning_recompute.save_ops import DECISIONS, OpSet, SavedOps
+from lightning_recompute.save_ops import DECISIONS, OpSet, SavedOps, unsaved
 
 _DECISIONS = OpSet(DECISIONS)
 _ON_DEVICE = DevicePlacement()
@@ -113,7 +113,7 @@ class Frame:
         leaves, call.spec = tree_flatten((args, kwargs))
         tensors = self._refer(call, leaves)
         self._surround(call, tensors)
-        call.state = ModuleState(module, learned.written)
+        call.state = ModuleState(module, learned.written, learned.generators)
         if isinstance(function, CompiledOriginal):
             call.observers = learned.observers
         # a forward that writes its inputs is replayed on copies; its first call finds that out
@@ -175,6 +175,10 @@ class Frame:
             if call.ops is not None:
                 stack.enter_context(call.ops.saving())
             result = call.function(*args, **kwargs)
+        if call.ops is not None:
+            call.state.follow(call.ops.streams)
+            if first:
+                learned.generators = [stream.source for stream in call.ops.streams.values()]
         if self._ops is None and call.ops is not None:
             learned.decides = bool(call.ops.outputs)
             if not learned.decides:
@@ -374,9 +378,11 @@ def kept(packed: tuple[Tensor, int]) -> Tensor:
     return tensor
 
 
-def keeping() -> contextlib.AbstractContextManager[object]:
-    """While this is entered, tensors that autograd saves are kept, whatever frame is open."""
-    return contextlib.nullcontext() if inside_torch_checkpoint() else saved_tensors_hooks(keep, kept)
+@contextlib.contextmanager
+def keeping() -> Iterator[None]:
+    """While this is entered, tensors that autograd saves are kept, whatever frame is open, and no operator's output."""
+    with contextlib.nullcontext() if inside_torch_checkpoint() else saved_tensors_hooks(keep, kept), unsaved():
+        yield
 
 
 # hooks run inside compiled code too; without this, dynamo would try to compile them

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,16 +41,17 @@ class ModuleState:
     Args:
         module: The module about to run.
         written: What earlier calls wrote, None before the first call.
+        generators: Further ones that earlier calls drew from.
     """
 
-    def __init__(self, module: nn.Module, written: Written | None) -> None:
+    def __init__(self, module: nn.Module, written: Written | None, generators: Iterable[torch.Generator] = ()) -> None:
         self._parts = list(module.modules())
         self._attributes: list[dict[str, Any]] = []
         self._parameters: list[dict[str, nn.Parameter | None]] = []
         self._buffers: list[dict[str, Tensor | None]] = []
         self._modules: list[dict[str, nn.Module | None]] = []
         self._hooks: dict[int, dict[str, OrderedDict[int, Any]]] = {}
-        self._streams: list[Stream] = []
+        self._streams: dict[int, Stream] = {id(g): stream for g in generators if (stream := stream_of(g)) is not None}
         # containers and plain objects by place, and whether the forward changed them
         self._objects: list[dict[str, tuple[Twin, bool]]] = []
         self._versions: dict[tuple[int, str], tuple[Tensor, int]] = {}
@@ -80,7 +81,7 @@ class ModuleState:
             else:
                 attributes[name] = without_graph(value)
                 if (stream := stream_of(value)) is not None:
-                    self._streams.append(stream)
+                    self._streams[id(value)] = stream
         if any(everything[kind] for kind in _HOOKS):
             self._hooks[len(self._attributes)] = {kind: everything[kind].copy() for kind in _HOOKS + _HOOK_FLAGS}
         self._attributes.append(attributes)
@@ -124,11 +125,15 @@ class ModuleState:
                 del self._values[index, name]
         for key in written:
             del self._versions[key]
-        self._streams = [stream for stream in self._streams if stream.moved()]
+        self._streams = {key: stream for key, stream in self._streams.items() if stream.moved()}
         for index, part in enumerate(self._parts):
             for name, (twin, _) in self._objects[index].items():
                 self._objects[index][name] = twin, not twin.same_as(vars(part).get(name))
         return frozenset(written)
+
+    def follow(self, streams: Mapping[int, Stream]) -> None:
+        """Put back further random streams, which the forward was seen to draw from."""
+        self._streams = {**streams, **self._streams}
 
     def written_since(self) -> str | None:
         """The name of a buffer or tensor attribute that was written in place after the forward, None if none was."""
@@ -152,7 +157,7 @@ class ModuleState:
         assert module is self._parts[0]
         now = [(dict(vars(part)), dict(part._buffers), dict(part._modules)) for part in self._parts]
         exchanged: list[tuple[dict[str, Any], str, Any, Any]] = []
-        streams = [(stream, stream.read()) for stream in self._streams]
+        streams = [(stream, stream.read()) for stream in self._streams.values()]
         copies: dict[Twin, Any] = {}
         clones: dict[int, Tensor] = {}
         try:
@@ -171,7 +176,7 @@ class ModuleState:
                 buffers = self._parts[index]._buffers
                 target: dict[str, Any] = buffers if name in buffers else vars(self._parts[index])
                 target[name] = clones.setdefault(id(former), former.clone())
-            for stream in self._streams:
+            for stream in self._streams.values():
                 stream.write(stream.state)
             yield
         finally:

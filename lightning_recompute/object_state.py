@@ -81,6 +81,11 @@ class Twin:
         return value
 
 
+def is_container(value: Any) -> bool:
+    """Whether a value is a list, dict, set or deque."""
+    return isinstance(value, _CONTAINERS)
+
+
 def has_content(value: Any) -> bool:
     """Whether a value is a container or a plain object: one that is no tensor, module, function or of a library."""
     kind = type(value)
@@ -114,11 +119,13 @@ class Stream:
     """A random stream of its own, and where it stood.
 
     Args:
+        source: The generator.
         read: Gives its state.
         write: Sets it.
         state: What `read` gave.
     """
 
+    source: Any
     read: Callable[[], Any]
     write: Callable[[Any], Any]
     state: Any
@@ -131,15 +138,15 @@ class Stream:
 def stream_of(value: Any) -> Stream | None:
     """The stream of a generator of torch, Python or NumPy; None for anything else."""
     if isinstance(value, torch.Generator):
-        return Stream(value.get_state, value.set_state, value.get_state())
+        return Stream(value, value.get_state, value.set_state, value.get_state())
     if isinstance(value, random.Random):
-        return Stream(value.getstate, value.setstate, value.getstate())
+        return Stream(value, value.getstate, value.setstate, value.getstate())
     if isinstance(value, np.random.RandomState):
         state: Any = value.get_state(legacy=False)
-        return Stream(lambda: value.get_state(legacy=False), value.set_state, state)
+        return Stream(value, lambda: value.get_state(legacy=False), value.set_state, state)
     if isinstance(value, np.random.Generator):
         bits = value.bit_generator
-        return Stream(lambda: bits.state, lambda state: setattr(bits, "state", state), bits.state)
+        return Stream(value, lambda: bits.state, lambda state: setattr(bits, "state", state), bits.state)
     return None
 
 

@@ -6,7 +6,9 @@ it was saved is computed again, which makes any forward exact.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_recompute.ambient import RngStates, rng_devices, rng_states, set_rng_states, version_of
 from lightning_recompute.errors import RecomputeError
+from lightning_recompute.object_state import Stream, stream_of
 from lightning_recompute.policy import nearest
 
 Mode: Any = TorchDispatchMode  # torch's modes carry no types
@@ -36,6 +39,26 @@ GROUPS: dict[str, Callable[[str, str], bool]] = {
 DECISIONS = ("topk", "argmax", "argmin", "sort")
 """Operators whose outputs decide where data goes (a router's); a replay reuses them, so that it goes the same way."""
 
+# they make a view that does not share the version counter, so that a write to it does not show
+_UNSAFE_VIEWS = frozenset(
+    {
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.unsafe_split.Tensor,
+        torch.ops.aten.unsafe_split_with_sizes.default,
+    }
+)
+_unsaved = contextvars.ContextVar("lightning_recompute.unsaved", default=False)
+
+
+@contextlib.contextmanager
+def unsaved() -> Iterator[None]:
+    """While this is entered, no operator's output is saved or reused: for what does not run in forward and replay."""
+    token = _unsaved.set(True)
+    try:
+        yield
+    finally:
+        _unsaved.reset(token)
+
 
 class OpSet:
     """Operators by group or aten name.
@@ -45,7 +68,7 @@ class OpSet:
         optional: Further ones, which need not occur.
 
     Raises:
-        ValueError: A name is neither a group nor an operator.
+        ValueError: A name is neither a group nor an operator, or one that works in place.
     """
 
     def __init__(self, ops: Iterable[str], optional: Iterable[str] = ()) -> None:
@@ -54,9 +77,14 @@ class OpSet:
         self._unseen = set(self._due)
         self._known: dict[Any, str | None] = {}
         for word in self.ops:
-            if word not in GROUPS and not hasattr(torch.ops.aten, word.removeprefix("aten.").partition(".")[0]):
+            name = word.removeprefix("aten.").partition(".")[0]
+            if word not in GROUPS and not hasattr(torch.ops.aten, name):
                 known = [*GROUPS, *(name for name in dir(torch.ops.aten) if not name.startswith("__"))]
                 raise ValueError(f"ops: {word!r} is neither a group nor an aten operator; {nearest(word, known)}")
+            if name.endswith("_") and not name.endswith("__"):
+                raise ValueError(
+                    f"ops: {word!r} works in place, so that it has no output of its own to save; leave it out"
+                )
 
     def word_for(self, function: Any) -> str | None:
         """The word of `ops` that names an operator, None if it is not to be saved."""
@@ -91,6 +119,8 @@ class OpSet:
             return None
         space, _, name = function.name().partition("::")
         name, _, overload = name.partition(".")
+        if name.endswith("_") or any(result.alias_info is not None for result in function._schema.returns):
+            return None  # what it writes to has to be written in a replay as well
         for word in self.ops:
             if word in GROUPS:
                 if GROUPS[word](space, name):
@@ -103,9 +133,15 @@ class OpSet:
 @dataclass(frozen=True, slots=True)
 class _Saved:
     function: Any
+    inputs: list[torch.Size]
     output: Any
-    versions: list[int]
+    aliases: list[tuple[Tensor, int]]  # the outputs and views of them, each with its version
     rng_after: RngStates | None
+
+    def fits(self, function: Any, args: Any) -> bool:
+        """Whether it is the output of this call, and not written since."""
+        unwritten = all(version_of(alias) == version for alias, version in self.aliases)
+        return unwritten and self.function is function and self.inputs == _shapes(args)
 
 
 class SavedOps:
@@ -121,6 +157,9 @@ class SavedOps:
         self.keep = keep
         self.outputs: list[_Saved | None] = []
         self.position = 0
+        self.streams: dict[int, Stream] = {}
+        """Generators that operators were given, as they were before."""
+        self._by_storage: dict[int, _Saved] = {}
 
     def saving(self) -> TorchDispatchMode:
         """A mode for the forward."""
@@ -136,6 +175,31 @@ class SavedOps:
         """Whether a replay has taken an output that a further replay would need."""
         return any(entry is None for entry in self.outputs)
 
+    def wants(self, function: Any, kwargs: Any) -> bool:
+        """Whether the output is saved and reused: not with a generator, which a replay has to move on."""
+        return not _unsaved.get() and self.wanted.word_for(function) is not None and kwargs.get("generator") is None
+
+    def save(self, function: Any, args: Any, output: Any) -> None:
+        """Save an output."""
+        # what is kept for good (a router's few decisions) is copied: writes to it do no harm
+        saved = tree_map(_copy if self.keep else _alias, output)
+        aliases = [(tensor, version_of(tensor)) for tensor in _tensors(saved)]
+        rng_after = rng_states(_devices(saved)) if _draws(function) else None
+        entry = _Saved(function, _shapes(args), saved, aliases, rng_after)
+        self.outputs.append(entry)
+        if not self.keep:
+            self._by_storage.update((tensor.untyped_storage()._cdata, entry) for tensor, _ in aliases)
+
+    def watch(self, base: Tensor, views: Any) -> None:
+        """Find writes to views of a saved output that its own version does not show."""
+        entry = self._by_storage.get(base.untyped_storage()._cdata)
+        if entry is not None:
+            entry.aliases.extend((_alias(view), version_of(view)) for view in _tensors(views))
+
+    def close(self) -> None:
+        """The forward is over."""
+        self._by_storage.clear()
+
 
 class _Saving(Mode):
     def __init__(self, store: SavedOps) -> None:
@@ -143,14 +207,19 @@ class _Saving(Mode):
         self._store = store
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        word = self._store.wanted.word_for(func)
-        if word is not None:
-            # what is kept for good (a router's few decisions) is copied: writes to it do no harm
-            saved = tree_map(_copy if self._store.keep else _alias, output)
-            rng_after = rng_states(_devices(saved)) if _draws(func) else None
-            self._store.outputs.append(_Saved(func, saved, _versions(saved), rng_after))
+        store, kwargs = self._store, kwargs or {}
+        if (generator := kwargs.get("generator")) is not None and (stream := stream_of(generator)) is not None:
+            store.streams.setdefault(id(generator), stream)
+        output = func(*args, **kwargs)
+        if store.wants(func, kwargs):
+            store.save(func, args, output)
+        elif func in _UNSAFE_VIEWS:
+            store.watch(args[0], output)
         return output
+
+    def __exit__(self, *error: Any) -> None:
+        self._store.close()
+        super().__exit__(*error)
 
 
 class _Reusing(Mode):
@@ -159,15 +228,15 @@ class _Reusing(Mode):
         self._store = store
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        store = self._store
-        if store.wanted.word_for(func) is None or store.position >= len(store.outputs):
-            return func(*args, **(kwargs or {}))
+        store, kwargs = self._store, kwargs or {}
+        if not store.wants(func, kwargs) or store.position >= len(store.outputs):
+            return func(*args, **kwargs)
         index, store.position = store.position, store.position + 1
         entry = store.outputs[index]
         if not store.keep:
             store.outputs[index] = None
-        if entry is None or entry.function is not func or _versions(entry.output) != entry.versions:
-            return func(*args, **(kwargs or {}))
+        if entry is None or not entry.fits(func, args):
+            return func(*args, **kwargs)
         if entry.rng_after is not None:
             set_rng_states(_devices(entry.output), entry.rng_after)
         return tree_map(_alias, entry.output)
@@ -190,8 +259,8 @@ def _tensors(output: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _versions(output: Any) -> list[int]:
-    return [version_of(tensor) for tensor in _tensors(output)]
+def _shapes(args: Any) -> list[torch.Size]:
+    return [arg.shape for arg in args if isinstance(arg, Tensor)]
 
 
 def _devices(output: Any) -> tuple[torch.device, ...]:
