@@ -210,7 +210,7 @@ def captioner() -> nn.Module:
     return model.train()
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", ["uniform-2", "uniform-all", "block-some", "every-other"])
 def test_a_vision_encoder_with_a_text_decoder(plan: str) -> None:
     torch.manual_seed(7)
     batch = {"pixel_values": torch.randn(3, 3, 16, 16), "labels": padded_text()["labels"]}
