@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import lightning.pytorch as pl
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
-from lightning_recompute.plan import RecomputePlan
+from lightning_recompute.plan import Full, RecomputePlan, SaveOps
 from lightning_recompute.policy import Granularity, Method, RecomputePolicy
+from lightning_recompute.recompute import RecomputeHandle
 from lightning_recompute.session import RecomputeSession
 from lightning_recompute.strategy import RecomputeStrategy
 
@@ -110,7 +114,15 @@ class Recompute(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Patch the module's blocks."""
-        self._session.begin(pl_module, trainer, trainer.strategy.root_device, logger)
+        with _unwrapped(pl_module) as sharded:
+            self._session.begin(pl_module, trainer, trainer.strategy.root_device, logger)
+        if self._session.handle is not None and (unit := _unit_across(self._session.handle, sharded)):
+            self._session.end()
+            raise ValueError(
+                f"{' and '.join(unit)} are one unit, but FSDP shards each by itself: in backward it gathers the "
+                "parameters of one block at a time, and a unit needs those of all its blocks. Leave num_layers out (a "
+                "unit for each block), or wrap the blocks of a unit together"
+            )
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the patches off."""
@@ -123,3 +135,37 @@ class Recompute(pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Take the patches off: a search for a learning rate or a batch size ends here, before the end of fit."""
         self._session.end()
+
+
+@contextmanager
+def _unwrapped(module: nn.Module) -> Iterator[set[nn.Module]]:
+    """Take FSDP's wrappers off the modules inside, so that blocks are found by their own names and classes.
+
+    Recompute belongs inside a wrapper: in backward the wrapper has gathered the parameters before the replay begins,
+    and a replay around it would gather them a second time.
+
+    Yields:
+        The modules that were wrapped.
+    """
+    taken: list[tuple[nn.Module, str, FullyShardedDataParallel]] = []
+    for parent in list(module.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, FullyShardedDataParallel):
+                setattr(parent, name, child.module)
+                taken.append((parent, name, child))
+    try:
+        yield {child.module for _, _, child in taken}
+    finally:
+        for parent, name, child in taken:
+            setattr(parent, name, child)
+
+
+def _unit_across(handle: RecomputeHandle, sharded: set[nn.Module]) -> tuple[str, ...]:
+    """Names of the blocks of a unit of which several are sharded by themselves, if there is one."""
+    blocks = [block for block_list in handle.block_lists for block in block_list.blocks]
+    names = [name for block_list in handle.block_lists for name in block_list.names]
+    for segment in handle.plan.segments:
+        inside = slice(segment.start, segment.stop)
+        if isinstance(segment.action, Full | SaveOps) and len(sharded.intersection(blocks[inside])) > 1:
+            return tuple(names[inside])
+    return ()

@@ -60,6 +60,11 @@ class RecomputeSession:
         self._handle: RecomputeHandle | None = None
 
     @property
+    def handle(self) -> RecomputeHandle | None:
+        """What is applied now."""
+        return self._handle
+
+    @property
     def active_plan(self) -> RecomputePlan | None:
         """What is recomputed where; None before it has begun, after its end, and when nothing is recomputed."""
         return self._handle.plan if self._handle is not None else None
