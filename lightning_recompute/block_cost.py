@@ -1,0 +1,297 @@
+"""What one block holds for backward, and how long it takes, under an action of a plan.
+
+Bytes come from a run on fake tensors, which takes no memory and no device; where a kernel cannot run on those, from a
+run on real ones. Seconds come from real runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.autograd.graph import get_gradient_edge
+
+from lightning_recompute.capture import BlockCall, plain_storage, tensors_in
+from lightning_recompute.labels import find_targets
+from lightning_recompute.ledger import Ledger, Meter, Mode, storage_bytes
+from lightning_recompute.lone_block import LoneBlock, alone, silenced
+from lightning_recompute.memory import open_meter
+from lightning_recompute.plan import Action, Selective
+from lightning_recompute.save_ops import GROUPS
+
+logger = logging.getLogger(__name__)
+
+# tells of every kernel that cannot run on fake tensors, with a traceback
+_FAKE_LOGGER = logging.getLogger(fake_tensor.__name__)
+
+NUM_RUNS = 5
+"""Timed runs of each action; the median counts."""
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """What one call of a block costs.
+
+    Attributes:
+        held_bytes: What its graph holds between forward and backward: not parameters, nor what was there before the
+            step, nor arguments that other blocks are given too (`shared_bytes`); but its input.
+        chained_bytes: What it holds beside the block before, if its input is what that block returned. It is less
+            than `held_bytes` if the block before holds that anyway (as a ReLU at its end does), or if neither holds
+            it (the output of a norm that is freed).
+        peak_bytes: The largest number of bytes while the block alone runs forward and backward, from its inputs and
+            without what `held_bytes` leaves out; the gradients of its parameters are among them.
+        gradient_bytes: Bytes of those gradients.
+        shared_bytes: Bytes of tensors that it holds and that other blocks are given too, by `BlockCall.shared`.
+        fused_attention: Whether a fused kernel of attention ran.
+        is_fake: Whether the run was on fake tensors.
+    """
+
+    held_bytes: int
+    chained_bytes: int
+    peak_bytes: int
+    gradient_bytes: int
+    shared_bytes: Mapping[int, int]
+    fused_attention: bool
+    is_fake: bool
+
+
+def measure_bytes(call: BlockCall, action: Action, *, real: bool = True) -> BlockCost:
+    """Measure the bytes of a block under an action.
+
+    Args:
+        call: The block's call.
+        action: What is recomputed.
+        real: Whether the block may run on real tensors where it cannot on fake ones. That takes the memory and time
+            of some forwards and a backward of the block.
+
+    Raises:
+        ValueError: The action cannot be applied to the block.
+        RuntimeError: The block cannot run on fake tensors, and not `real`; the cause tells why.
+    """
+    compiled = _is_compiled(call.module)
+    if not compiled:
+        try:
+            fake = FakeTensorMode(allow_non_fake_inputs=True)
+            with silenced(_FAKE_LOGGER), alone(call, action, fake) as block:
+                return _measured(block, action, Ledger(call.device, fake=True))
+        except Exception as error:  # whatever a kernel says of fake tensors; a real run repeats an error of the block
+            if not real:
+                raise RuntimeError(f"{call.name} cannot run on fake tensors: {error}") from error
+            logger.debug("%s is measured on real tensors: %s", call.name, error)
+    elif not real:
+        raise RuntimeError(f"{call.name} is compiled and cannot run on fake tensors")
+    # in compiled code a ledger sees no memory, the allocator does
+    meter = open_meter(call.device, reset=False) if compiled else Ledger(call.device, fake=False)
+    with contextlib.closing(meter), alone(call, action, None) as block:
+        return _measured(block, action, meter)
+
+
+def measure_seconds(call: BlockCall, actions: Sequence[Action], num_runs: int = NUM_RUNS) -> list[float]:
+    """Measure the time of forward and backward of a block under some actions.
+
+    The actions take turns, so that a machine that slows down does so for all of them.
+
+    Args:
+        call: The block's call.
+        actions: What is recomputed.
+        num_runs: How often each is timed.
+
+    Returns:
+        For each action the median in seconds: time of the process on a CPU, of the device elsewhere.
+    """
+    times: list[list[float]] = [[] for _ in actions]
+    for _ in range(num_runs):
+        for action, found in zip(actions, times, strict=True):
+            with alone(call, action, None) as block:
+                block.step()  # the first run under a patch learns about the block
+                start = _now(call.device)
+                block.step()
+                found.append(_now(call.device) - start)
+    return [statistics.median(found) for found in times]
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cpu":
+        return time.process_time()
+    torch.get_device_module(device.type).synchronize(device)
+    return time.perf_counter()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    parts = module.modules()
+    return any(getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, "_orig_mod") for part in parts)
+
+
+def _frees_outputs(call: BlockCall, action: Action) -> bool:
+    """Whether a block's output may be freed where the next block would hold it."""
+    targets = find_targets(call.module, action.modules, call.name)[0] if isinstance(action, Selective) else []
+    return any(target.how in ("output", "nodes") for target in targets)
+
+
+# ---- counting
+
+
+@dataclass
+class _Held:
+    """What one forward holds: all in all; what of it is its input or its output; what others hold as well."""
+
+    num_bytes: int
+    input_bytes: int
+    output_bytes: int
+    shared_bytes: dict[int, int]
+    peak_bytes: int = 0
+
+
+def _measured(block: LoneBlock, action: Action, meter: Meter) -> BlockCost:
+    call = block.call
+    kernels = _Kernels(meter)
+
+    def run() -> tuple[_Held, int]:
+        with kernels:
+            block.forward()  # the first run under a patch learns about the block, and copies its inputs to do so
+            if not isinstance(meter, Ledger):
+                gc.collect()  # what is left of earlier runs would be freed inside
+            kernels.counting = True
+            held = _count(block, meter, {})
+            chained = held.num_bytes - min(held.output_bytes, held.input_bytes)
+            if call.chain and _frees_outputs(call, action):
+                chain = _chain(call, block.forward())
+                following = _count(block, meter, chain)
+                # an output that the block before holds itself is among its own bytes
+                chained = following.num_bytes + (0 if held.output_bytes else following.input_bytes)
+            return held, chained
+
+    held, chained = block.within(run)
+    return BlockCost(
+        held.num_bytes,
+        chained,
+        held.peak_bytes,
+        storage_bytes(p for p in call.module.parameters() if p.requires_grad),
+        held.shared_bytes,
+        kernels.fused_attention,
+        block.is_fake,
+    )
+
+
+def _chain(call: BlockCall, made: Sequence[Tensor]) -> dict[int, Tensor]:
+    """What a block made, in the places where the next one is given it."""
+    return {
+        position: made[index]
+        for position, index in call.chain.items()
+        if position not in call.shared and made[index].shape == call.tensors[position].shape
+    }
+
+
+def _count(block: LoneBlock, meter: Meter, chain: dict[int, Tensor]) -> _Held:
+    """Count one forward, and its backward if it follows no other.
+
+    Args:
+        block: The block.
+        meter: Counts.
+        chain: Inputs that a forward before has made, by position; they are not counted. The dictionary is emptied.
+
+    Returns:
+        Bytes from before the inputs were made; `input_bytes` are those of `chain`, if there are any.
+    """
+    call = block.call
+    positions = range(len(call.tensors))
+    given = {position: block.given(position) for position in call.shared} | chain
+    own = [position for position in positions if position not in given and position not in call.free]
+    before = meter.live_bytes
+    given |= {position: block.given(position) for position in positions if position not in given}
+    meter.count(given[position] for position in own)
+    inputs = [_alive(given[position]) for position in chain or own]
+    shared = {call.shared[position]: _alive(given[position]) for position in call.shared.keys() - call.free}
+    addresses = {plain_storage(tensor)._cdata for tensor in given.values()}
+    chained = bool(chain)
+    chain.clear()
+    with meter.watching():
+        meter.reset_peak()
+        made = block.forward([given.pop(position) for position in positions])
+        new = {index: tensor for index, tensor in enumerate(made) if plain_storage(tensor)._cdata not in addresses}
+        returned = {call.returned[index]: _alive(new[index]) for index in new.keys() & call.returned.keys()}
+        outputs = [_alive(tensor) for index, tensor in new.items() if index not in call.returned]
+        ends = [tensor for tensor in made if tensor.grad_fn is not None]
+        del made, new
+        edges = [get_gradient_edge(tensor) for tensor in ends]
+        shapes = [torch.empty_like(tensor, device="meta") for tensor in ends]
+        del ends
+        held = _Held(
+            meter.live_bytes - before - sum(ask() for ask in returned.values()),
+            sum(ask() for ask in inputs),
+            sum(ask() for ask in outputs),
+            {number: ask() for number, ask in (shared | returned).items() if ask()},
+        )
+        if not chained:
+            block.backward(edges, [torch.ones_like(shape, device=call.device) for shape in shapes])
+            held.peak_bytes = meter.peak_bytes - before
+    return held
+
+
+def _alive(tensor: Tensor) -> Callable[[], int]:
+    """Asks how many bytes of a tensor are alive."""
+    reference = weakref.ref(plain_storage(tensor))
+
+    def ask() -> int:
+        storage = reference()
+        return 0 if storage is None else storage.nbytes()
+
+    return ask
+
+
+class _Kernels(Mode):
+    """What is to be known of operators besides their memory.
+
+    On fake tensors nothing is drawn and no values are compared. Here the random streams move on as they would, so that
+    a frame keeps a random state where it will; and tensors count as equal: whether a forward writes to a buffer is
+    known from versions. The states themselves, which no ledger sees made, are counted when frames compare them.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        Mode.__init__(self)
+        self._meter = meter
+        self.counting = False
+        self.fused_attention = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.equal.default:
+            return self._equal(*args)
+        result = func(*args, **kwargs)
+        space, _, name = func.name().partition("::")
+        self.fused_attention |= GROUPS["attention"](space, name)
+        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
+            for tensor in tensors_in(result)[:1]:
+                if isinstance(tensor, FakeTensor):
+                    with unset_fake_temporarily():
+                        torch.rand(1, device=tensor.device)
+        return result
+
+    def _equal(self, one: Tensor, other: Tensor) -> bool:
+        if isinstance(one, FakeTensor) or isinstance(other, FakeTensor):
+            return True
+        if self.counting and one.dtype == torch.uint8 and isinstance(self._meter, Ledger):
+            self._meter.count((one, other))
+        with unset_fake_temporarily():
+            return torch.equal(one, other)
+
+
+def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a kernel that may draw does: not at a rate of zero, in evaluation, or from a generator of its own."""
+    arguments = func._schema.arguments
+    given = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    given |= {**dict(zip((argument.name for argument in arguments), args, strict=False)), **kwargs}
+    rate = given.get("dropout_p", given.get("p") if "dropout" in func.name() else 1.0)
+    is_training = given.get("train") is not False and given.get("training") is not False
+    return rate != 0.0 and is_training and given.get("generator") is None

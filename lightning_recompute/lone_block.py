@@ -1,0 +1,209 @@
+"""A block that runs alone, with the call that its model made and on stand-ins for its parameters.
+
+Nothing of it stays: the user's parameters get no gradient, random streams, buffers, attributes and patches are
+afterwards what they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_recompute.capture import BlockCall, preserved_rng, recorded_forward, tensors_in
+from lightning_recompute.discard import freeing_forward, recognising_forward
+from lightning_recompute.patch import Original
+from lightning_recompute.plan import Action, Keep, RecomputePlan, Segment
+from lightning_recompute.recompute import apply_recompute
+from lightning_recompute.recompute import logger as engine_logger
+from lightning_recompute.recompute_unit import recomputed_forward
+from lightning_recompute.tape import taped_forward
+
+_PATCHES = (recorded_forward, recomputed_forward, freeing_forward, recognising_forward, taped_forward)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+@contextlib.contextmanager
+def alone(call: BlockCall, action: Action, fake: FakeTensorMode | None) -> Iterator[LoneBlock]:
+    """A block that can be run by itself under an action.
+
+    Args:
+        call: The block's call.
+        action: What is recomputed; a plan that is applied to its model is left out of account.
+        fake: Run on fake tensors of this mode. None: on real ones.
+    """
+    module = call.module
+    with contextlib.ExitStack() as stack:
+        # neither shall somebody's counter see this, nor a mode that is around the model
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(preserved_rng([*module.parameters(), *call.tensors]))
+        observers = call.observers if call.observers is not None else call.state.hooks
+        stack.enter_context(call.state.restored(module, frozenset(observers)))
+        _take_off_patches(module)
+        for kind in _HOOKS:  # the call's arguments are as the block's own hooks left them
+            vars(module)[kind] = type(vars(module)[kind])()
+        stack.enter_context(_applied(module, call.name, action))
+        yield LoneBlock(call, fake)
+
+
+def _take_off_patches(module: nn.Module) -> None:
+    for part in module.modules():
+        for name, value in list(vars(part).items()):
+            if not (isinstance(value, functools.partial) and value.func in _PATCHES):
+                continue
+            former: Any = value
+            while isinstance(former, functools.partial) and former.func in _PATCHES:
+                original = former.args[0]
+                former = original.forward if isinstance(original, Original) else None
+            if former is None:  # the class's own
+                delattr(part, name)
+            else:
+                setattr(part, name, former)
+
+
+@contextlib.contextmanager
+def _applied(block: nn.Module, name: str, action: Action) -> Iterator[None]:
+    """The block under an action; its name, to which patterns may refer, is what it is in its model."""
+    if isinstance(action, Keep):
+        yield
+        return
+    parent, _, key = name.rpartition(".")
+    root: nn.Module = nn.ModuleDict({key: block})
+    for part in reversed(parent.split(".") if parent else []):
+        outer = nn.Module()
+        outer.add_module(part, root)
+        root = outer
+    with silenced(engine_logger):  # what it has to say is said when a plan is applied to the model
+        handle = apply_recompute(root, RecomputePlan((Segment(0, 1, action),)), blocks=parent)
+    with handle:
+        yield
+
+
+@contextlib.contextmanager
+def silenced(logger: logging.Logger) -> Iterator[None]:
+    """Drop what a logger is told."""
+    logger.addFilter(_nothing)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
+
+
+class _Stage(nn.Module):
+    """Runs a function while its block has other parameters and buffers."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+
+class _Made(torch.autograd.Function):
+    """Makes an input as another block would make it: a fresh tensor that is no leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor) -> Tensor:
+        return _fresh(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    """A copy that takes no more memory than the tensor: what is expanded stays so."""
+    narrow = tensor
+    for dim, stride in enumerate(tensor.stride() if tensor.layout == torch.strided else ()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            narrow = narrow.narrow(dim, 0, 1)
+    copy = narrow.clone()
+    return copy if narrow is tensor else copy.expand(tensor.shape)
+
+
+class LoneBlock:
+    """Runs a call of a block again and again, on stand-ins for its parameters; made by `alone`.
+
+    Args:
+        call: The call.
+        fake: Run on fake tensors of this mode.
+
+    Attributes:
+        call: The call.
+    """
+
+    def __init__(self, call: BlockCall, fake: FakeTensorMode | None) -> None:
+        self.call = call
+        self._fake = fake
+        self._stage = _Stage(call.module)
+        self._values = [self._detached(tensor) for tensor in call.tensors]
+        self._parameters = {
+            f"block.{name}": nn.Parameter(self._detached(parameter), parameter.requires_grad)
+            for name, parameter in call.module.named_parameters()
+        }
+        buffers = call.module.named_buffers() if fake is not None else ()  # real ones are copies already
+        self._buffers = {f"block.{name}": self._detached(buffer) for name, buffer in buffers}
+
+    @property
+    def is_fake(self) -> bool:
+        """Whether it runs on fake tensors."""
+        return self._fake is not None
+
+    def _detached(self, tensor: Tensor) -> Tensor:
+        return tensor.detach() if self._fake is None else self._fake.from_tensor(tensor.detach())
+
+    def within(self, function: Callable[[], Any]) -> Any:
+        """Call a function while the block has its stand-ins; `given`, `forward` and `backward` are for inside."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        with self._fake or contextlib.nullcontext():
+            return torch.func.functional_call(self._stage, {**self._parameters, **self._buffers}, (function,))
+
+    def given(self, position: int) -> Tensor:
+        """A fresh tensor in place of one of the call's; what was there before the step is given as it is."""
+        value = self._values[position]
+        if self.call.needs_grad[position]:
+            apply: Any = _Made.apply  # it carries no types
+            made: Tensor = apply(torch.empty(0, requires_grad=True), value)
+            return made
+        return value.detach() if position in self.call.free else _fresh(value)
+
+    def forward(self, given: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Run forward.
+
+        Args:
+            given: Tensors in place of the call's. None: fresh ones.
+
+        Returns:
+            The tensors in its output.
+        """
+        args, kwargs = self.call.arguments(given or [self.given(index) for index in range(len(self._values))])
+        with torch.enable_grad():
+            return tensors_in(self.call.surroundings.run(self.call.module, args, kwargs))
+
+    def backward(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+        """Run backward as it is run in training: without autocast."""
+        with torch.autocast("cpu", enabled=False), torch.autocast(self.call.device.type, enabled=False):
+            torch.autograd.backward(edges, gradients)
+
+    def step(self) -> None:
+        """Run forward and backward."""
+
+        def run() -> None:
+            ends = [tensor for tensor in self.forward() if tensor.grad_fn is not None]
+            self.backward([get_gradient_edge(tensor) for tensor in ends], [torch.ones_like(tensor) for tensor in ends])
+
+        self.within(run)
