@@ -64,3 +64,8 @@ class Comparison:
 def described(shape: torch.Size, dtype: torch.dtype) -> str:
     """A tensor in messages: `(2, 3) float32`."""
     return f"{tuple(shape)} {str(dtype).removeprefix('torch.')}"
+
+
+def saved_otherwise(name: str, found: int, due: int) -> str:
+    """The message for a replay that saved another number of tensors than its forward."""
+    return f"{name}: up to its end the replay saved {found} tensors, the forward {due}. {DIFFERS}"

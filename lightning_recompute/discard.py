@@ -18,18 +18,21 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from lightning_recompute.ambient import version_of
-from lightning_recompute.errors import RecomputeError
-from lightning_recompute.frame import Frame
+from lightning_recompute.frame import Frame, keep, kept
+from lightning_recompute.patch import without_dynamo
 from lightning_recompute.prior_recompute import others_recompute
 from lightning_recompute.recompute_unit import Unit, checked_arguments, needs_grad
 
 _MARK = "lightning_recompute.output"
 _MAX_STEPS = 8
-_VIEW_NAMES = (
-    "View UnsafeView ReshapeAlias Transpose T Expand Permute Slice Alias Unsqueeze Squeeze Select Split SplitWithSizes "
-    "AsStrided Unflatten"
-)
-_VIEWS = frozenset(f"{name}Backward{number}" for name in _VIEW_NAMES.split() for number in (0, 1))
+
+
+def _nodes(names: str) -> frozenset[str]:
+    return frozenset(f"{name}Backward{number}" for name in names.split() for number in (0, 1))
+
+
+_RESHAPES = _nodes("View UnsafeView ReshapeAlias Alias Unsqueeze Squeeze Unflatten")
+_VIEWS = _RESHAPES | _nodes("Transpose T Expand Permute Slice Select Split SplitWithSizes AsStrided")
 _CAST = "ToCopyBackward0"
 
 
@@ -57,7 +60,7 @@ class _Output:
         """A reference in place of a saved tensor; None if it may hold something else than the output."""
         tensor = self._tensor()
         if was_cast:
-            # a cast makes a new tensor: it is the output's only if nothing was cut or reordered on the way
+            # a cast makes a new tensor: it is the output's only if nothing was cut on the way
             same = tensor is not None and version_of(tensor) == self._version
             if not (same and self._contiguous and saved.is_contiguous() and saved.numel() == self._numel):
                 return None
@@ -102,6 +105,11 @@ def _shaped(value: Tensor, dtype: torch.dtype, size: torch.Size, stride: tuple[i
     return value.as_strided(size, stride, value.storage_offset() + offset)
 
 
+def _signed(saved: int) -> int:
+    """A dimension, which nodes save without its sign."""
+    return saved - 2**64 if saved >= 2**63 else saved
+
+
 def _multiplied(node: Any) -> Tensor:
     product: Tensor = node._saved_self * node._saved_other
     return product
@@ -115,7 +123,7 @@ _NODES: dict[str, Callable[[Any], Tensor]] = {
     "HardswishBackward0": lambda node: F.hardswish(node._saved_self),
     "LeakyReluBackward0": lambda node: F.leaky_relu(node._saved_self, node._saved_negative_slope),
     "SoftplusBackward0": lambda node: F.softplus(node._saved_self, node._saved_beta, node._saved_threshold),
-    "GluBackward0": lambda node: F.glu(node._saved_self, node._saved_dim),
+    "GluBackward0": lambda node: F.glu(node._saved_self, _signed(node._saved_dim)),
     "MulBackward0": _multiplied,
 }
 _ACTIVATIONS = frozenset(_NODES) - {"MulBackward0"} | {"SigmoidBackward0", "TanhBackward0", "ReluBackward0"}
@@ -148,17 +156,18 @@ def _through(node: Node) -> Node:
 class _Evaluation:
     """Kept by the consumer in place of a node's output."""
 
-    __slots__ = ("_dtype", "_node", "_offset", "_size", "_stride")
+    __slots__ = ("_device_type", "_dtype", "_node", "_offset", "_size", "_stride")
 
     def __init__(self, node: Node, saved: Tensor) -> None:
         self._node = node
+        self._device_type = saved.device.type
         self._dtype = saved.dtype
         self._size = saved.size()
         self._stride = saved.stride()
         self._offset = int(saved.storage_offset())
 
     def take(self) -> Tensor:
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(self._device_type, enabled=False):
             value = _NODES[self._node.name()](self._node)
         return _shaped(value, self._dtype, self._size, self._stride, self._offset)
 
@@ -180,24 +189,25 @@ class _Recogniser:
         return saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, saved: Tensor) -> Packed:
-        if saved.grad_fn is None:
-            return saved, version_of(saved)
-        # the detached alias shares memory and version; the tensor itself would keep its own graph alive for ever
-        return self._recognised(saved, saved.grad_fn) or (saved.detach(), version_of(saved))
+        node = saved.grad_fn
+        return (None if node is None else self._recognised(saved, node)) or keep(saved)
 
     def _recognised(self, saved: Tensor, node: Node) -> _Reference | _Evaluation | None:
-        was_cast, output_nr = False, saved.output_nr
+        was_cast, reordered, output_nr = False, False, saved.output_nr
         for _ in range(_MAX_STEPS):
             mark = _marks(node).get(_MARK)
             if isinstance(mark, _Output):
-                return mark.refer(saved, was_cast) if mark.output_nr == output_nr else None
+                found = mark.output_nr == output_nr and not (was_cast and reordered)
+                return mark.refer(saved, was_cast) if found else None
             if self._nodes and _can_evaluate(node):
-                fresh = version_of(saved) == 0 and (not was_cast or saved.is_contiguous())
-                return _Evaluation(node, saved) if fresh else None
+                # whether an output was written before it was cast, the cast does not tell
+                return None if was_cast or version_of(saved) else _Evaluation(node, saved)
             if node.name() == _CAST:
                 was_cast = True
             elif node.name() not in _VIEWS:
                 return None
+            elif node.name() not in _RESHAPES:
+                reordered = True
             following, output_nr = node.next_functions[0]
             if following is None:
                 return None
@@ -206,16 +216,11 @@ class _Recogniser:
 
 
 def _unpack(packed: Packed) -> Tensor:
-    if not isinstance(packed, tuple):
-        return packed.take()
-    tensor, version = packed
-    if version_of(tensor) != version:
-        # the words of autograd's own check, which hooks switch off
-        raise RecomputeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of shape {tuple(tensor.shape)} is at version {version_of(tensor)}; expected version {version} instead"
-        )
-    return tensor
+    return kept(packed) if isinstance(packed, tuple) else packed.take()
+
+
+# the hooks run inside compiled code too
+without_dynamo(_Recogniser._pack, _unpack)
 
 
 @torch.compiler.disable

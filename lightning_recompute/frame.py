@@ -10,12 +10,10 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import skip_code
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten
 
@@ -40,10 +38,10 @@ from lightning_recompute.calls import (
     output_leaves,
     same_host_rng,
 )
-from lightning_recompute.comparison import DIFFERS, Comparison, described
+from lightning_recompute.comparison import DIFFERS, Comparison, described, saved_otherwise
 from lightning_recompute.errors import RecomputeError
 from lightning_recompute.module_state import ModuleState, watch_hooks
-from lightning_recompute.patch import CompiledOriginal
+from lightning_recompute.patch import CompiledOriginal, without_dynamo
 from lightning_recompute.placement import DevicePlacement, Placement
 from lightning_recompute.prior_recompute import inside_torch_checkpoint
 from lightning_recompute.save_ops import DECISIONS, OpSet, SavedOps, unsaved
@@ -323,7 +321,7 @@ class Frame:
                 for call in self.calls:  # pack() names the call that runs
                     if position != call.first_saved:
                         before = self.calls[len(outputs) - 1]
-                        raise RecomputeError(_saved_otherwise(before, position, call.first_saved))
+                        raise RecomputeError(saved_otherwise(before.name, position, call.first_saved))
                     outputs.append(call.replay(outputs))
         except BaseException as error:
             # the stop itself, or what a forward made of it that catches everything
@@ -337,7 +335,7 @@ class Frame:
         if done:
             return []
         if position != len(self.saved) or not for_output:
-            raise RecomputeError(_saved_otherwise(self.calls[-1], position, len(self.saved)))
+            raise RecomputeError(saved_otherwise(self.calls[-1].name, position, len(self.saved)))
         return outputs[-1]
 
 
@@ -385,13 +383,5 @@ def keeping() -> Iterator[None]:
         yield
 
 
-# hooks run inside compiled code too; without this, dynamo would try to compile them
-for _code in (Frame._pack.__code__, Frame.replay.__code__, *(f.__code__ for f in (_unpack, _as_it_is, keep, kept))):
-    skip_code(_code)
-    for _constant in _code.co_consts:
-        if isinstance(_constant, CodeType):
-            skip_code(_constant)
-
-
-def _saved_otherwise(call: Call, found: int, due: int) -> str:
-    return f"{call.name}: up to its end the replay saved {found} tensors, the forward {due}. {DIFFERS}"
+# hooks run inside compiled code too
+without_dynamo(Frame._pack, Frame.replay, _unpack, _as_it_is, keep, kept)

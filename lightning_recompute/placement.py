@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 class SavedInputs(Protocol):
@@ -41,9 +42,10 @@ class _SaveForBackward(torch.autograd.Function):
 
 class _OnDevice:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        anchor = torch.empty(0, requires_grad=True)  # so that there is a node even where no input needs grad
         apply: Any = _SaveForBackward.apply  # torch leaves it untyped
-        self._node: Any = apply(anchor, *tensors).grad_fn
+        with torch.enable_grad():  # a tape may end where gradients are off
+            anchor = torch.empty(0, requires_grad=True)  # so that there is a node even where no input needs grad
+            self._node: Any = apply(anchor, *tensors).grad_fn
 
     def tensors(self) -> Sequence[Tensor]:
         saved: tuple[Tensor, ...] = self._node.saved_tensors
@@ -79,7 +81,7 @@ class CudaTransfer:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._events: weakref.WeakKeyDictionary[Tensor, torch.cuda.Event] = weakref.WeakKeyDictionary()
+        self._events: WeakIdKeyDictionary = WeakIdKeyDictionary()  # a tensor is not equal to itself
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:

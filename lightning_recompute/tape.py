@@ -6,9 +6,12 @@ A function mode records them, from the product of queries and keys to the produc
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +21,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from lightning_recompute.ambient import version_of
 from lightning_recompute.calls import Call
 from lightning_recompute.frame import Frame
-from lightning_recompute.prior_recompute import others_recompute
+from lightning_recompute.object_state import Stream, stream_of
+from lightning_recompute.prior_recompute import inside_torch_checkpoint, others_recompute
 from lightning_recompute.recompute_unit import Unit
 
 _PRODUCTS: frozenset[Any] = frozenset(
@@ -45,42 +48,90 @@ class _Given:
     position: int
 
 
-class _Tape:
-    """Functions called one after the other, and which results are arguments of which."""
+@dataclass(frozen=True, slots=True)
+class _Modes:
+    """Whether gradients and autocast were on for a step; a module may switch them in the middle."""
 
-    def __init__(self) -> None:
-        self.steps: list[tuple[Callable[..., Any], list[Any], TreeSpec]] = []
+    grad: bool
+    device_type: str
+    autocast: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, device_type: str) -> _Modes:
+        autocast, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        return cls(torch.is_grad_enabled(), device_type, autocast, dtype)
+
+    def entered(self, stack: contextlib.ExitStack) -> None:
+        now = _Modes.now(self.device_type)
+        if now.grad != self.grad:
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+        if (now.autocast, now.dtype) != (self.autocast, self.dtype):
+            stack.enter_context(torch.autocast(self.device_type, self.dtype, self.autocast))
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    function: Callable[..., Any]
+    leaves: Sequence[Any]
+    spec: TreeSpec
+    modes: _Modes
+
+
+class _Tape:
+    """Functions called one after the other, and which results are arguments of which.
+
+    Args:
+        device_type: Where it runs.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
         self.inputs: list[Tensor] = []
-        self._versions: list[int] = []
-        self._made: dict[int, tuple[weakref.ref[Tensor], _Made]] = {}
+        self._steps: list[_Step] = []
+        # by id, each with whether it needed grad: what an autograd.Function returns has changed in that
+        self._made: dict[int, tuple[weakref.ref[Tensor], _Made, bool]] = {}
 
     def refer(self, leaf: Any) -> Any:
         """What stands for an argument on the tape."""
+        if isinstance(leaf, torch.Generator):
+            return stream_of(leaf)
         if not isinstance(leaf, Tensor):
             return leaf
-        found = self.made(leaf)
+        found = self._find(leaf)
         if found is not None:
             return found
         for position, tensor in enumerate(self.inputs):
             if tensor is leaf:
                 return _Given(position)
         self.inputs.append(leaf)
-        self._versions.append(version_of(leaf))
         return _Given(len(self.inputs) - 1)
 
-    def made(self, tensor: Tensor) -> _Made | None:
-        reference, made = self._made.get(id(tensor), (None, None))
-        return made if reference is not None and reference() is tensor else None
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made on the tape and is no view of one from outside, so that a replay may write it."""
+        return self._find(tensor) is not None and not self.has_used(tensor)
 
-    def add(self, function: Callable[..., Any], leaves: list[Any], spec: TreeSpec, result: Any) -> None:
+    def has_used(self, tensor: Tensor) -> bool:
+        """Whether a tensor shares memory with one from outside that the tape has used."""
+        storage = tensor.untyped_storage()._cdata
+        return any(given.untyped_storage()._cdata == storage for given in self.inputs)
+
+    def _find(self, tensor: Tensor) -> _Made | None:
+        reference, made, needed_grad = self._made.get(id(tensor), (None, None, False))
+        return made if reference is not None and reference() is tensor and tensor.requires_grad == needed_grad else None
+
+    def add(self, step: _Step, result: Any, written: Sequence[Tensor]) -> None:
+        """Go on with a step that has just been made."""
+        for tensor in written:  # it keeps its place on the tape, and needs grad from now on if what was written does
+            self._made[id(tensor)] = (*self._made[id(tensor)][:2], tensor.requires_grad)
         for index, leaf in enumerate(tree_leaves(result)):
-            # a function that writes in place returns its argument, which keeps its first place on the tape
-            if isinstance(leaf, Tensor) and self.made(leaf) is None:
-                self._made[id(leaf)] = weakref.ref(leaf), _Made(len(self.steps), index)
-        self.steps.append((function, leaves, spec))
-
-    def written_inputs(self) -> bool:
-        return [version_of(tensor) for tensor in self.inputs] != self._versions
+            if (
+                isinstance(leaf, Tensor)
+                and self._find(leaf) is None
+                and not any(leaf is given for given in self.inputs)
+            ):
+                self._made[id(leaf)] = weakref.ref(leaf), _Made(len(self._steps), index), leaf.requires_grad
+        self._steps.append(step)
 
     def close(self) -> None:
         self.inputs.clear()
@@ -90,26 +141,37 @@ class _Tape:
         """Call everything again; a result is dropped after its last use."""
         last_use = {
             leaf.step: index
-            for index, (_, leaves, _) in enumerate(self.steps)
-            for leaf in leaves
+            for index, step in enumerate(self._steps)
+            for leaf in step.leaves
             if isinstance(leaf, _Made)
         }
         results: dict[int, list[Any]] = {}
-        for index, (function, leaves, spec) in enumerate(self.steps):
-            arguments = [
-                inputs[leaf.position]
-                if isinstance(leaf, _Given)
-                else results[leaf.step][leaf.leaf]
-                if isinstance(leaf, _Made)
-                else leaf
-                for leaf in leaves
-            ]
-            args, kwargs = tree_unflatten(arguments, spec)
-            results[index] = tree_leaves(function(*args, **kwargs))
-            del args, kwargs, arguments
-            for step in [step for step in results if last_use.get(step, -1) <= index and step != len(self.steps) - 1]:
-                del results[step]
-        return results.get(len(self.steps) - 1, [])
+        streams: dict[int, tuple[Stream, Any]] = {}
+
+        def argument(leaf: Any) -> Any:
+            if isinstance(leaf, _Given):
+                return inputs[leaf.position]
+            if isinstance(leaf, _Made):
+                return results[leaf.step][leaf.leaf]
+            if isinstance(leaf, Stream):
+                streams.setdefault(id(leaf.source), (leaf, leaf.read()))
+                leaf.write(leaf.state)
+                return leaf.source
+            return leaf
+
+        try:
+            for index, step in enumerate(self._steps):
+                args, kwargs = tree_unflatten([argument(leaf) for leaf in step.leaves], step.spec)
+                with contextlib.ExitStack() as stack:
+                    step.modes.entered(stack)
+                    results[index] = tree_leaves(step.function(*args, **kwargs))
+                del args, kwargs
+                for used in [used for used in results if last_use.get(used, -1) <= index < len(self._steps) - 1]:
+                    del results[used]
+        finally:
+            for stream, state in streams.values():
+                stream.write(state)
+        return results.get(len(self._steps) - 1, [])
 
 
 class _CoreAttention(TorchFunctionMode):
@@ -129,9 +191,12 @@ class _CoreAttention(TorchFunctionMode):
         if func in _SEEN_THROUGH:
             with self:
                 return _SEEN_THROUGH[func](*args, **kwargs)
-        if not torch.is_grad_enabled():
+        if inside_torch_checkpoint():  # of the module itself: that one wins
+            self.finish()
             return func(*args, **kwargs)
         if self._tape is None:
+            if not torch.is_grad_enabled():
+                return func(*args, **kwargs)
             if func is F.scaled_dot_product_attention and _need_grad(args, kwargs):
                 self._open(args, kwargs)
                 result = self._step(func, args, kwargs)
@@ -151,41 +216,74 @@ class _CoreAttention(TorchFunctionMode):
         return result
 
     def _open(self, args: Any, kwargs: Any) -> None:
-        self._tape = _Tape()
+        tensors = list(_tensors(args, kwargs))
+        self._tape = _Tape(tensors[0].device.type)
         self._frame = self._unit.new_frame()
         self._softmax_seen = False
-        self._call = self._frame.open_tape(self._unit.names[self._index], self._tape.run, list(_tensors(args, kwargs)))
+        self._call = self._frame.open_tape(
+            self._unit.names[self._index], self._tape.run, tensors, self._unit.learned[self._index]
+        )
 
     def _step(self, func: Any, args: Any, kwargs: Any) -> Any:
         assert self._tape is not None
         assert self._frame is not None
-        leaves, spec = tree_flatten((args, kwargs))
-        if _writes(func) and any(isinstance(leaf, Tensor) and self._tape.made(leaf) is None for leaf in leaves[:1]):
+        written = list(_written(func, args, kwargs))
+        if not all(map(self._tape.owns, written)):
             # a replay must not write a tensor that is not its own a second time
-            self.finish()
+            if any(map(self._tape.has_used, written)):
+                self.finish(written)
             return func(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
         references = [self._tape.refer(leaf) for leaf in leaves]
+        modes = _Modes.now(self._tape.device_type)
         with self._frame.packing():
             result = func(*args, **kwargs)
-        if _writes(func) or any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
-            self._tape.add(func, references, spec, result)
+        if written or any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+            self._tape.add(_Step(func, references, spec, modes), result, written)
         return result
 
-    def finish(self) -> None:
-        """End the tape that is open, if any."""
+    def finish(self, written: Sequence[Tensor] = ()) -> None:
+        """End the tape that is open, if any.
+
+        Args:
+            written: Tensors about to be written; of inputs that share their memory the replay needs a copy.
+        """
         if self._tape is None:
             return
         tape, frame, call = self._tape, self._frame, self._call
         self._tape = self._frame = self._call = None
         assert frame is not None
         assert call is not None
-        frame.close_tape(call, tape.inputs)
+        lost = {tensor.untyped_storage()._cdata for tensor in written}
+        inputs = [
+            tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            if tensor.untyped_storage()._cdata in lost
+            else tensor
+            for tensor in tape.inputs
+        ]
+        frame.close_tape(call, inputs)
         tape.close()
 
 
-def _writes(func: Any) -> bool:
+# __iadd__ beside __add__ and so on
+_IN_PLACE = frozenset(name for name in dir(Tensor) if name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}"))
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors that a function writes in place."""
     name = getattr(func, "__name__", "")
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+    in_place = name == "__setitem__" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    position = _position_of_inplace(func)
+    if in_place or kwargs.get("inplace") is True or (position is not None and args[position : position + 1] == (True,)):
+        yield from (arg for arg in args[:1] if isinstance(arg, Tensor))
+    yield from _tensors(kwargs.get("out"), None)
+
+
+@functools.cache
+def _position_of_inplace(func: Any) -> int | None:
+    """Where a function of torch.nn.functional has its `inplace`."""
+    names = list(inspect.signature(func).parameters) if inspect.isfunction(func) else []
+    return names.index("inplace") if "inplace" in names else None
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
