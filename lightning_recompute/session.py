@@ -21,6 +21,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import nn
 
 from lightning_recompute.blocks import BlockList
+from lightning_recompute.label_warnings import FirstBatchCheck
 from lightning_recompute.plan import Action, Full, Keep, RecomputePlan, SaveOps, Selective
 from lightning_recompute.policy import RecomputePolicy
 from lightning_recompute.recompute import RecomputeHandle, apply_recompute
@@ -58,6 +59,7 @@ class RecomputeSession:
         self.check = check
         self.source = Path(plan) if isinstance(plan, str | Path) else None
         self._handle: RecomputeHandle | None = None
+        self._first_batch: FirstBatchCheck | None = None
 
     @property
     def handle(self) -> RecomputeHandle | None:
@@ -90,18 +92,23 @@ class RecomputeSession:
         folder = trainer.log_dir
         if trainer.is_global_zero:
             logger.info("%s", describe(self._handle.plan, self._handle.block_lists))
+            # says with the first batch when a label saves nothing on this model
+            self._first_batch = FirstBatchCheck(self._handle.plan, self._handle.block_lists, logger)
             # fast_dev_run (set on the Trainer by name) means to leave no files
             if folder is not None and not getattr(trainer, "fast_dev_run", False):
                 self._write_plan(self._handle, folder, trainer, device)
 
     def end(self) -> None:
         """Put the module's own forwards back; does nothing when there is none of ours."""
+        first_batch, self._first_batch = self._first_batch, None
+        if first_batch is not None:
+            first_batch.remove()
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_handle": None}
+        return vars(self) | {"_handle": None, "_first_batch": None}
 
     def _write_plan(self, handle: RecomputeHandle, folder: str, trainer: pl.Trainer, device: torch.device) -> None:
         record = {
