@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
+import lightning.pytorch as pl
 from jsonargparse import DefaultHelpFormatter, Namespace, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -70,6 +71,19 @@ class Parser(LightningArgumentParser):
         sys.exit(USAGE_ERROR)
 
 
+class ValidationLine(pl.Callback):
+    """Prints, after each validation in fit, the metrics of the progress bar in a line: a bar leaves none in a log."""
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Print the line."""
+        if trainer.sanity_checking or trainer.state.fn != "fit" or not trainer.is_global_zero:
+            return
+        metrics = [f"{name} {float(value):.4g}" for name, value in trainer.progress_bar_metrics.items()]
+        if metrics:
+            line = f"Epoch {trainer.current_epoch}, step {trainer.global_step}: {', '.join(metrics)}"
+            (trainer.progress_bar_callback or trainer).print(line)
+
+
 class RecomputeCLI(LightningCLI):
     """LightningCLI with OmegaConf interpolation (`${model.init_args.max_length}`, overrides included).
 
@@ -98,6 +112,7 @@ class RecomputeCLI(LightningCLI):
                 **common,
                 **{subcommand: dict(common) for subcommand in self.subcommands()},
             },
+            trainer_defaults={"callbacks": [ValidationLine()]},
             # a second run in the same folder replaces the first one's config, as its reports do
             save_config_kwargs={"overwrite": True},
             args=args,

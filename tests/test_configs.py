@@ -1,78 +1,111 @@
-"""Each config trains a few steps, made small by overrides."""
+"""Every config in configs/, made tiny, runs, and so does every command that its comments show."""
 
 from __future__ import annotations
 
 import csv
+import os
+import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
 from lightning_recompute.cli import main
+from lightning_recompute.plan import Full, Keep, RecomputePlan, Selective
 
 ROOT = Path(__file__).parent.parent
-CONFIGS = ROOT / "configs"
-BASE = CONFIGS / "gpt_bytes.yaml"
-SMALL = [
-    "--trainer.max_epochs=1",
-    "--trainer.limit_train_batches=3",
-    "--trainer.limit_val_batches=1",
-    "--data.init_args.max_bytes=100000",
-    "--model.init_args.hidden_size=32",
+CONFIGS = {path.name: path for path in sorted((ROOT / "configs").glob("*.yaml"))}
+
+# Smaller, not otherwise: what the config says about recompute and reports stays.
+TINY = [
+    *("--trainer.max_epochs", "2", "--trainer.limit_train_batches", "4", "--trainer.limit_val_batches", "1"),
+    *("--data.batch_size", "2", "--data.max_bytes", "100000"),
 ]
-RUNS = {
-    "gpt_bytes": [BASE],
-    "gpt_bytes_block": [BASE, CONFIGS / "gpt_bytes_block.yaml"],
-    "hf_llama": [CONFIGS / "hf_llama.yaml"],
+TINY_MODEL = {
+    "examples.hf_finetune.CausalLM": ["--model.hidden_size", "32", "--data.length", "32"],
+    "lightning_recompute.GPT": ["--model.hidden_size", "32", "--model.num_heads", "2", "--model.max_length", "32"],
 }
 
 
-def fit(configs: list[Path], folder: Path, *more: str) -> Path:
-    """Train under configs; returns the folder that the run wrote its reports to."""
-    words = [word for config in configs for word in ("--config", str(config))]
-    main(["fit", *words, f"--trainer.logger.init_args.save_dir={folder}", *SMALL, *more])
-    (plan,) = folder.rglob("plan.yaml")
-    return plan.parent
+def commands(text: str) -> list[list[str]]:
+    """The arguments of every command line in the comments of a config."""
+    return [shlex.split(line, comments=True)[1:] for line in re.findall(r"^#\s+(lightning-recompute .*)$", text, re.M)]
 
 
-def test_every_config_is_run_here() -> None:
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*RUNS, "gpt_bytes_2procs"}
+COMMANDS = {name: commands(path.read_text()) for name, path in CONFIGS.items()}
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_config_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    monkeypatch.chdir(tmp_path)
-    folder = fit(RUNS[name], tmp_path / "logs")
-    actions = [segment.action for segment in OmegaConf.load(folder / "plan.yaml").segments]
-    due = {"gpt_bytes": ["full"] * 4, "gpt_bytes_block": ["full", "full", "keep"], "hf_llama": ["selective"]}
-    assert actions == due[name]
-    with (folder / "memory.csv").open() as file:
-        rows = list(csv.DictReader(file))
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the run leaves its logs; the command is given in the project's folder."""
+    monkeypatch.setattr(sys, "argv", ["pytest"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(ROOT)
+    return tmp_path
+
+
+def tiny(arguments: list[str], folder: Path) -> list[str]:
+    """A command line made small enough for a test, with its logs elsewhere."""
+    files = [argument for argument in arguments if argument.endswith(".yaml")]
+    model = OmegaConf.merge(*(OmegaConf.load(ROOT / file) for file in files)).model.class_path
+    return [*arguments, *TINY, *TINY_MODEL[model], "--trainer.logger.save_dir", str(folder)]
+
+
+def test_every_config_shows_how_it_is_run_and_what_it_means() -> None:
+    assert len(CONFIGS) >= 4
+    for name, path in CONFIGS.items():
+        first = COMMANDS[name][0]
+        assert first[-1] == f"configs/{name}"
+        assert all(value in ("fit", "--config") or (ROOT / value).is_file() for value in first)
+        assert path.read_text().startswith("# ")
+
+
+# What the first command of each config recomputes.
+ACTIONS = {
+    "gpt_bytes.yaml": [Full()] * 4,
+    "gpt_bytes_block.yaml": [Full(), Full(), Keep()],
+    "hf_llama.yaml": [Selective(("norm", "act"))],
+}
+ALONE = [(name, command) for name, found in COMMANDS.items() for command in found if "2procs" not in name]
+
+
+@pytest.mark.parametrize(("name", "command"), ALONE, ids=lambda value: value if isinstance(value, str) else "")
+def test_the_commands_run_and_leave_their_reports(name: str, command: list[str], folder: Path) -> None:
+    main(tiny(command, folder))
+    (logs,) = folder.glob("*/version_0")
+    written = {path.name for path in logs.iterdir()}
+    assert {"config.yaml", "metrics.csv", "memory.csv", "throughput.csv"} <= written
+    rows = list(csv.DictReader((logs / "memory.csv").open()))
     assert {row["phase"] for row in rows} == {"forward", "backward", "optimizer", "validation"}
-    assert all(int(row["peak_bytes"]) > 0 for row in rows)
-    with (folder / "throughput.csv").open() as file:
-        (row,) = csv.DictReader(file)
-    assert float(row["samples_per_second"]) > 0
+    assert {row["epoch"] for row in rows} == {"0", "1"}
+    assert ("plan.yaml" in written) == ("auto" not in command)
+    if command == COMMANDS[name][0]:
+        assert [segment.action for segment in RecomputePlan.load(logs / "plan.yaml").segments] == ACTIONS[name]
+    # the config that a run leaves is a config
+    saved = OmegaConf.load(logs / "config.yaml")
+    assert saved.data.init_args.length == 32
+    assert (saved.trainer.max_epochs, saved.trainer.limit_train_batches) == (2, 4)
 
 
-def test_two_processes(tmp_path: Path) -> None:
-    """The config of the two-process group, as its own process: its second process runs the command line again."""
-    import os
-    import subprocess
-    import sys
-
-    command = Path(sys.executable).with_name("lightning-recompute")
-    configs = ["--config", str(BASE), "--config", str(CONFIGS / "gpt_bytes_2procs.yaml")]
-    run = subprocess.run(
-        [str(command), "fit", *configs, f"--trainer.logger.init_args.save_dir={tmp_path}/logs", *SMALL],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+@pytest.mark.xdist_group("two processes")
+def test_two_processes(folder: Path) -> None:
+    (command,) = COMMANDS["gpt_bytes_2procs.yaml"]
+    program = Path(sys.executable).with_name("lightning-recompute")
+    done = subprocess.run(
+        [program, *tiny(command, folder)],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"},
+        cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=150,
         check=False,
     )
-    assert run.returncode == 0, run.stderr[-3000:]
-    with next((tmp_path / "logs").rglob("memory.csv")).open() as file:
-        assert {row["rank"] for row in csv.DictReader(file)} == {"0", "1"}
+    assert done.returncode == 0, done.stdout + done.stderr
+    (plan,) = folder.rglob("plan.yaml")
+    assert OmegaConf.load(plan).record.processes == 2
+    rows = list(csv.DictReader((plan.parent / "memory.csv").open()))
+    assert {row["rank"] for row in rows} == {"0", "1"}
+    assert done.stderr.count("Recompute: blocks (4 x TransformerBlock)") == 1
