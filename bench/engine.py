@@ -1,5 +1,7 @@
 """The engine against bare torch.utils.checkpoint on each block of the same model: time, FLOPs, bytes.
 
+Selective recompute and compiled blocks, against torch's own, are in selective.py, whose figures are added here.
+
 Run: .venv/bin/python bench/engine.py [--rounds 9]
 """
 
@@ -23,6 +25,7 @@ from common import (
     report,
 )
 from rich.table import Table
+from selective import figures as selective_figures
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -143,7 +146,11 @@ def main() -> None:
     figures["small_step_time_ratio"] = round(ratio_of_medians(small, "ours", "torch"), 4)
     figures["small_control_time_ratio"] = round(ratio_of_medians(small, CONTROL, "torch"), 4)
 
+    selective_tables, selective = selective_figures(rounds)
+    figures.update(selective)
+
     tables = [
+        *selective_tables,
         exact,
         time_table(f"Reference GPT, sdpa, {rounds} alternating rounds", seconds),
         time_table(f"8 small blocks (h 64, s 32, b 2), {SMALL_ROUNDS} alternating rounds", small),
