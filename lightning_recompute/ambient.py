@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.nn.utils import parametrize
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_recompute.object_state import Twin, is_container
 
@@ -80,14 +82,15 @@ class Surroundings:
         device_types: Device types whose autocast state counts.
     """
 
-    __slots__ = ("_autocast", "_cache_enabled", "_context", "_filled", "_modes", "_switches")
+    __slots__ = ("_autocast", "_cache_enabled", "_caches_parametrized", "_context", "_filled", "_modes", "_switches")
 
     def __init__(self, device_types: tuple[str, ...]) -> None:
         self._autocast = _autocast_states(device_types)
         self._cache_enabled = torch.is_autocast_cache_enabled()
         self._switches = tuple(read() for read, _ in _SWITCHES)
-        # a mode that was active around the forward only, such as one that replaces functions
-        self._modes: tuple[TorchFunctionMode, ...] = tuple(_get_current_function_mode_stack())
+        # modes that were active around the forward only, such as one that replaces functions
+        self._modes = _modes()
+        self._caches_parametrized = parametrize._cache_enabled
         self._context = contextvars.copy_context()
         # a list that collects what blocks return would, held here, keep the graph alive that holds this
         self._filled = [(variable, Twin(value)) for variable, value in self._context.items() if is_container(value)]
@@ -110,19 +113,32 @@ class Surroundings:
             for device_type, enabled, dtype in self._autocast:
                 if _autocast_states((device_type,)) != ((device_type, enabled, dtype),):
                     stack.enter_context(torch.autocast(device_type, dtype, enabled, self._cache_enabled))
-            active = _get_current_function_mode_stack()
+            active = _modes()
             for mode in self._modes:
                 if not any(mode is other for other in active):
                     stack.enter_context(mode)
             _set_switches(now, self._switches)
+            cached = parametrize._cache_enabled, parametrize._cache
+            parametrize._cache_enabled, parametrize._cache = self._caches_parametrized, {}
             try:
                 yield
             finally:
                 _set_switches(self._switches, now)
+                parametrize._cache_enabled, parametrize._cache = cached
 
 
 def _autocast_states(device_types: tuple[str, ...]) -> tuple[tuple[str, bool, torch.dtype], ...]:
     return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types)
+
+
+def _modes() -> tuple[Any, ...]:
+    """Function modes, and dispatch modes that are a user's: torch's own only count or trace."""
+    dispatch = (mode for mode in _get_current_dispatch_mode_stack() if _is_users(type(mode)))
+    return (*_get_current_function_mode_stack(), *dispatch)
+
+
+def _is_users(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in ("torch", __name__.partition(".")[0])
 
 
 def _set_switches(now: tuple[Any, ...], due: tuple[Any, ...]) -> None:

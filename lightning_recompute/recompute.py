@@ -206,7 +206,7 @@ def _check(plan: RecomputePlan, lengths: Sequence[int], modules: Sequence[nn.Mod
                     f"{name} is the same module as {other_name}: a block that stands in the list several times needs "
                     "one action everywhere and units of one block (num_layers=1)"
                 )
-            if isinstance(segment.action, SaveOps) and getattr(block, "_compiled_call_impl", None) is not None:
+            if isinstance(segment.action, SaveOps) and any(map(_is_compiled, block.modules())):
                 raise ValueError(
                     f"{name} is compiled: SaveOps cannot see the operators of compiled code; use Full() for this "
                     "block, or do not compile it"
@@ -221,11 +221,14 @@ def _check(plan: RecomputePlan, lengths: Sequence[int], modules: Sequence[nn.Mod
             raise ValueError(unknown_label_message((word,), blocks))
 
 
+def _is_compiled(part: nn.Module) -> bool:
+    return isinstance(part, OptimizedModule) or getattr(part, "_compiled_call_impl", None) is not None
+
+
 def _compiled_around(module: nn.Module, block: nn.Module) -> str | None:
     """The compiled module that a block is a part of, if there is one."""
     for name, part in module.named_modules():
-        is_compiled = isinstance(part, OptimizedModule) or getattr(part, "_compiled_call_impl", None) is not None
-        if is_compiled and any(inner is block for inner in list(part.modules())[1:]):
+        if _is_compiled(part) and any(inner is block for inner in list(part.modules())[1:]):
             inner = getattr(part, "_orig_mod", part)
             return None if inner is block else name or "the model"
     return None

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_recompute.ambient import is_recomputing
 from lightning_recompute.calls import Args, FreshCopy, Kwargs, Learned
 from lightning_recompute.errors import RecomputeError
 from lightning_recompute.frame import Frame
 from lightning_recompute.placement import DevicePlacement, Placement
-from lightning_recompute.prior_recompute import in_backward, others_recompute
+from lightning_recompute.prior_recompute import others_recompute
 from lightning_recompute.save_ops import OpSet
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class Unit:
 
     def stand_back(self, name: str) -> None:
         """Say once that the model's own recompute around a block wins."""
-        if not self._stood_back and not in_backward():
+        if not self._stood_back and not is_recomputing():
             self._stood_back = True
             logger.warning("%s runs inside torch.utils.checkpoint, called by the model itself: that one wins", name)
 
