@@ -43,8 +43,8 @@ def _explain(text: str, key: str, options: Sequence[str]) -> str:
         return _explain(inner, _join(key, match[1]), options)
     if match := re.fullmatch(r"Problem with given class_path '([^']+)':", first):
         return _in_class(rest, key, match[1])
-    if first.startswith("Does not validate against any of the Union subtypes"):
-        return _union(rest, key)
+    if first.startswith("Does not validate against any of the Union subtypes") and (told := _union(rest, key)):
+        return told
     if match := re.fullmatch(r"Expected a <class '(\w+)'>\. Got value: (.*)", text, re.DOTALL):
         return f"{key}: {_refused(match[2], _alternatives(match[1]))}"
     unknown = r"(?:Subcommand '\w+' does not accept option|unrecognized arguments:) '?([^']+?)'?"
@@ -82,14 +82,14 @@ def _argument_names(class_path: str) -> list[str]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
-def _union(text: str, key: str) -> str:
+def _union(text: str, key: str) -> str | None:
     match = re.fullmatch(
         r"Subtypes: (?P<due>.*?)\nErrors:\n(?P<errors>.*)\nGiven value type: [^\n]*\nGiven value: (?P<found>.*)",
         text.strip(),
         re.DOTALL,
     )
     if match is None:
-        return f"{key}: {text}" if key else text
+        return None
     found, due = match["found"].strip(), match["due"]
     if shape := _wrong_shape(found, due):
         return f"{key}: {shape}"
@@ -182,10 +182,12 @@ def _hint(found: str, words: Sequence[str]) -> str:
 
 def _unknown_option(option: str, options: Sequence[str]) -> str:
     option = option.lstrip("-").partition("=")[0]
+    head, _, rest = option.partition(".")
+    # the first part is wrong, or what comes after a right one
     heads = sorted({known.partition(".")[0] for known in options})
-    head = option.partition(".")[0]
-    wrong, known = (head, heads) if head not in heads else (option, list(options))
-    hint = nearest(wrong, known)
+    below = [known.partition(".")[2] for known in options if known.startswith(f"{head}.")]
+    hint = nearest(rest, below) if head in heads and below else nearest(head, heads)
     # among a hundred options the list would hide the message
-    hint = "" if hint.startswith("known") and len(known) > 20 else f"; {hint}"
-    return f"there is no option {option!r}{hint}"
+    if hint.startswith("known") and len(below) > 20:
+        hint = ""
+    return f"there is no option {option!r}{'; ' + hint if hint else ''}"
