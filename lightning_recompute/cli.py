@@ -1,4 +1,4 @@
-"""The command line: `lightning-recompute fit|validate|test|predict --config FILE`, for any LightningModule.
+"""The command line: `lightning-recompute fit|validate|test|predict|inspect --config FILE`, for any LightningModule.
 
 A mistake in the user's arguments ends in one message and exit code 2; anything else keeps its traceback.
 """
@@ -29,6 +29,7 @@ from lightning_recompute.callbacks import MemoryReport, ThroughputReport
 from lightning_recompute.cli_messages import explain
 from lightning_recompute.data import TextDataModule
 from lightning_recompute.gpt import GPT
+from lightning_recompute.inspect_command import ON_ONE_DEVICE, SUBCOMMAND, InspectingTrainer
 from lightning_recompute.policy import nearest
 from lightning_recompute.recompute_callback import Recompute
 from lightning_recompute.strategy import RecomputeStrategy
@@ -103,6 +104,7 @@ class RecomputeCLI(LightningCLI):
         )
         common = {"formatter_class": HelpFormatter, "epilog": epilog}
         super().__init__(
+            trainer_class=InspectingTrainer,
             parser_class=Parser,
             parser_kwargs={
                 "prog": PROGRAM,
@@ -117,6 +119,11 @@ class RecomputeCLI(LightningCLI):
             save_config_kwargs={"overwrite": True},
             args=args,
         )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Lightning's own, and `inspect`."""
+        return {**LightningCLI.subcommands(), **SUBCOMMAND}
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, and say which interpolation has no target."""
@@ -133,6 +140,8 @@ class RecomputeCLI(LightningCLI):
         trainer = self.config[self.config["subcommand"]]["trainer"]
         if not isinstance(trainer, Namespace):
             self.parser.error(f"trainer: found {trainer!r}; a mapping of the Trainer's arguments is due")
+        if self.config["subcommand"] in SUBCOMMAND:
+            trainer.update(Namespace(**ON_ONE_DEVICE))
         strategy = trainer.get("strategy")
         names = ["auto", *StrategyRegistry.available_strategies()]
         if not isinstance(strategy, str) or strategy.lower() in names:
