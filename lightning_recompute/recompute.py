@@ -168,9 +168,11 @@ def _selective_patches(block: nn.Module, name: str, action: Selective, settings:
     for target in targets:
         if target.how == "nodes":
             continue
+        parts = [block.get_submodule(inner) for inner in target.names]
+        if any(_is_ours(vars(part).get(target.attribute)) for part in parts):
+            continue  # blocks that share a norm or an activation
         unit = Unit([".".join(filter(None, (name, inner))) for inner in target.names], settings)
-        for position, inner in enumerate(target.names):
-            part = block.get_submodule(inner)
+        for position, part in enumerate(parts):
             yield Patch(part, _PATCHES[target.how], unit, position, attribute=target.attribute)
     freed = {target.how for target in targets} & {"output", "nodes"}
     if freed:
@@ -254,5 +256,9 @@ def _check_placement(action: Full | Selective | SaveOps, where: str, block: nn.M
 
 def is_patched(module: nn.Module) -> bool:
     """Whether the module is recomputed now, or a part of it is freed."""
+    return any(map(_is_ours, vars(module).values()))
+
+
+def _is_ours(value: object) -> bool:
     own = (recomputed_forward, freeing_forward, taped_forward, recognising_forward)
-    return any(isinstance(value, functools.partial) and value.func in own for value in vars(module).values())
+    return isinstance(value, functools.partial) and value.func in own
