@@ -162,7 +162,9 @@ def test_refused_when_fitting_begins(words: dict[str, Any], module: type[Net], m
     assert_unpatched(built)
 
 
-@pytest.mark.parametrize("strategy", [RecomputeStrategy(), "recompute", RecomputeStrategy(granularity=None)], ids=["full", "by name", "none"])
+@pytest.mark.parametrize(
+    "strategy", [RecomputeStrategy(), "recompute", RecomputeStrategy(granularity=None)], ids=["full", "by name", "none"]
+)
 def test_together_with_the_strategy_one_error_says_which_to_drop(strategy: Any) -> None:
     built = Net()
     with pytest.raises(ValueError, match=r"RecomputeStrategy and the callback Recompute.*leave the callback out"):
