@@ -12,7 +12,7 @@ import logging
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
 
-from lightning_recompute.capture import BlockCall, plain_storage, tensors_in
+from lightning_recompute.capture import BlockCall, plain_storage
 from lightning_recompute.labels import find_targets
 from lightning_recompute.ledger import Ledger, Meter, Mode, storage_bytes
 from lightning_recompute.lone_block import LoneBlock, alone, silenced
 from lightning_recompute.memory import open_meter
-from lightning_recompute.plan import Action, Selective
+from lightning_recompute.plan import Action, Keep, Selective
 from lightning_recompute.save_ops import GROUPS
 
 logger = logging.getLogger(__name__)
@@ -155,14 +156,14 @@ class _Held:
 
 def _measured(block: LoneBlock, action: Action, meter: Meter) -> BlockCost:
     call = block.call
-    kernels = _Kernels(meter)
+    kernels = _Kernels()
 
     def run() -> tuple[_Held, int]:
         with kernels:
-            block.forward()  # the first run under a patch learns about the block, and copies its inputs to do so
+            if not isinstance(action, Keep):
+                block.forward()  # the first run under a patch learns about the block, and copies its inputs to do so
             if not isinstance(meter, Ledger):
                 gc.collect()  # what is left of earlier runs would be freed inside
-            kernels.counting = True
             held = _count(block, meter, {})
             chained = held.num_bytes - min(held.output_bytes, held.input_bytes)
             if call.chain and _frees_outputs(call, action):
@@ -216,9 +217,10 @@ def _count(block: LoneBlock, meter: Meter, chain: dict[int, Tensor]) -> _Held:
     addresses = {plain_storage(tensor)._cdata for tensor in given.values()}
     chained = bool(chain)
     chain.clear()
-    with meter.watching():
+    with meter.watching(), _young_objects():
         meter.reset_peak()
         made = block.forward([given.pop(position) for position in positions])
+        meter.count(_random_states())
         new = {index: tensor for index, tensor in enumerate(made) if plain_storage(tensor)._cdata not in addresses}
         returned = {call.returned[index]: _alive(new[index]) for index in new.keys() & call.returned.keys()}
         outputs = [_alive(tensor) for index, tensor in new.items() if index not in call.returned]
@@ -239,6 +241,26 @@ def _count(block: LoneBlock, meter: Meter, chain: dict[int, Tensor]) -> _Held:
     return held
 
 
+@contextlib.contextmanager
+def _young_objects() -> Iterator[None]:
+    """While this is entered, Python's youngest generation is what was made since."""
+    enabled = gc.isenabled()
+    gc.collect(0)
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _random_states() -> list[Tensor]:
+    """States of the CPU's random numbers that young frames keep: no operator made them, so no ledger has seen them."""
+    num_bytes = torch.get_rng_state().numel()
+    young = (found for found in gc.get_objects(generation=0) if type(found) is Tensor)
+    return [found for found in young if found.dtype == torch.uint8 and found.shape == (num_bytes,)]
+
+
 def _alive(tensor: Tensor) -> Callable[[], int]:
     """Asks how many bytes of a tensor are alive."""
     reference = weakref.ref(plain_storage(tensor))
@@ -255,36 +277,26 @@ class _Kernels(Mode):
 
     On fake tensors nothing is drawn and no values are compared. Here the random streams move on as they would, so that
     a frame keeps a random state where it will; and tensors count as equal: whether a forward writes to a buffer is
-    known from versions. The states themselves, which no ledger sees made, are counted when frames compare them.
+    known from versions.
     """
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self) -> None:
         Mode.__init__(self)
-        self._meter = meter
-        self.counting = False
         self.fused_attention = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten.equal.default:
-            return self._equal(*args)
+        if func is torch.ops.aten.equal.default and any(isinstance(tensor, FakeTensor) for tensor in args):
+            return True
         result = func(*args, **kwargs)
         space, _, name = func.name().partition("::")
         self.fused_attention |= GROUPS["attention"](space, name)
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
-            for tensor in tensors_in(result)[:1]:
+            for tensor in tree_leaves(result)[:1]:
                 if isinstance(tensor, FakeTensor):
                     with unset_fake_temporarily():
                         torch.rand(1, device=tensor.device)
         return result
-
-    def _equal(self, one: Tensor, other: Tensor) -> bool:
-        if isinstance(one, FakeTensor) or isinstance(other, FakeTensor):
-            return True
-        if self.counting and one.dtype == torch.uint8 and isinstance(self._meter, Ledger):
-            self._meter.count((one, other))
-        with unset_fake_temporarily():
-            return torch.equal(one, other)
 
 
 def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -19,7 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from lightning_recompute.ambient import Surroundings, rng_devices, rng_states, set_rng_states
 from lightning_recompute.blocks import BlockList, class_of
-from lightning_recompute.calls import Args, FreshCopy, Kwargs, host_rng, set_host_rng
+from lightning_recompute.calls import Args, FreshCopy, Kwargs, host_rng, output_leaves, set_host_rng
 from lightning_recompute.frame import Frame
 from lightning_recompute.ledger import Ledger, plain_tensors
 from lightning_recompute.module_state import ModuleState, watch_hooks
@@ -161,7 +161,7 @@ def capture_calls(module: nn.Module, run: Run, block_lists: Sequence[BlockList])
     forward = run if callable(run) else functools.partial(module, *run[0], **run[1])
     recorder = _Recorder()
     parameters = list(module.parameters())
-    gradients = [parameter.grad for parameter in parameters]
+    former = [(parameter.grad, parameter.requires_grad) for parameter in parameters]
     with ExitStack() as stack:
         stack.enter_context(preserved_rng([*parameters, *module.buffers()]))
         stack.enter_context(ModuleState(module, None).restored(module, frozenset()))
@@ -184,8 +184,9 @@ def capture_calls(module: nn.Module, run: Run, block_lists: Sequence[BlockList])
         except _Left:
             pass
         finally:
-            for parameter, gradient in zip(parameters, gradients, strict=True):
+            for parameter, (gradient, requires_grad) in zip(parameters, former, strict=True):
                 parameter.grad = gradient
+                parameter.requires_grad_(requires_grad)  # several optimizers take turns by it
     if not recorder.capture.kinds:
         raise ValueError(
             f"no block of {', '.join(map(str, block_lists))} was called with gradients in the forward that was run: "
@@ -306,15 +307,9 @@ def _address(tensor: Tensor) -> int:
     return int(plain_storage(tensor)._cdata)
 
 
-def tensors_in(value: Any, depth: int = 3) -> list[Tensor]:
-    """The tensors in what a forward returned: in containers, and in the attributes of objects of any class."""
-    found: list[Tensor] = []
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif depth and not isinstance(leaf, nn.Module | type) and hasattr(leaf, "__dict__"):
-            found += tensors_in(list(vars(leaf).values()), depth - 1)
-    return found
+def tensors_in(result: Any) -> list[Tensor]:
+    """The tensors in what a forward returned, in the attributes of objects too."""
+    return [leaf for leaf in output_leaves(result) if isinstance(leaf, Tensor)]
 
 
 def module_key(module: nn.Module) -> Any:

@@ -141,7 +141,8 @@ class RecomputeCLI(LightningCLI):
         if not isinstance(trainer, Namespace):
             self.parser.error(f"trainer: found {trainer!r}; a mapping of the Trainer's arguments is due")
         if self.config["subcommand"] in SUBCOMMAND:
-            trainer.update(Namespace(**ON_ONE_DEVICE))
+            for name, value in ON_ONE_DEVICE.items():
+                trainer[name] = value
         strategy = trainer.get("strategy")
         names = ["auto", *StrategyRegistry.available_strategies()]
         if not isinstance(strategy, str) or strategy.lower() in names:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from lightning_recompute.ambient import version_of
+from lightning_recompute.errors import RecomputeError
 from lightning_recompute.frame import Frame, keep, kept
 from lightning_recompute.patch import without_dynamo
 from lightning_recompute.prior_recompute import others_recompute
@@ -167,8 +168,16 @@ class _Evaluation:
         self._offset = int(saved.storage_offset())
 
     def take(self) -> Tensor:
-        with torch.no_grad(), torch.autocast(self._device_type, enabled=False):
-            value = _NODES[self._node.name()](self._node)
+        try:
+            with torch.no_grad(), torch.autocast(self._device_type, enabled=False):
+                value = _NODES[self._node.name()](self._node)
+        except RuntimeError as error:
+            if "have already been freed" not in str(error):
+                raise
+            raise RecomputeError(
+                "an activation's output is computed again from what the activation itself saved, and an earlier "
+                "backward has freed that; give that backward retain_graph=True, or leave out the label 'act'"
+            ) from error
         return _shaped(value, self._dtype, self._size, self._stride, self._offset)
 
 

@@ -191,8 +191,12 @@ class LoneBlock:
             The tensors in its output.
         """
         args, kwargs = self.call.arguments(given or [self.given(index) for index in range(len(self._values))])
+        # inside somebody's autocast its cache of cast weights would outlive this forward
+        torch.clear_autocast_cache()
         with torch.enable_grad():
-            return tensors_in(self.call.surroundings.run(self.call.module, args, kwargs))
+            result = self.call.surroundings.run(self.call.module, args, kwargs)
+        torch.clear_autocast_cache()
+        return tensors_in(result)
 
     def backward(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
         """Run backward as it is run in training: without autocast."""
