@@ -8,16 +8,17 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lightning_recompute.object_state import Twin, is_container
+from lightning_recompute.object_state import Twin, is_container, without_graph
 
 T = TypeVar("T")
 
@@ -82,15 +83,26 @@ class Surroundings:
         device_types: Device types whose autocast state counts.
     """
 
-    __slots__ = ("_autocast", "_cache_enabled", "_caches_parametrized", "_context", "_filled", "_modes", "_switches")
+    __slots__ = (
+        "_autocast",
+        "_cache_enabled",
+        "_context",
+        "_dispatch_modes",
+        "_filled",
+        "_function_modes",
+        "_parametrized",
+        "_switches",
+    )
 
     def __init__(self, device_types: tuple[str, ...]) -> None:
         self._autocast = _autocast_states(device_types)
         self._cache_enabled = torch.is_autocast_cache_enabled()
         self._switches = tuple(read() for read, _ in _SWITCHES)
-        # modes that were active around the forward only, such as one that replaces functions
-        self._modes = _modes()
-        self._caches_parametrized = parametrize._cache_enabled
+        # modes that may be active around the forward only, such as one that replaces functions
+        self._function_modes = _get_current_function_mode_stack()
+        self._dispatch_modes = _users_dispatch_modes()
+        cached = {key: without_graph(tensor) for key, tensor in parametrize._cache.items()}
+        self._parametrized = parametrize._cache_enabled, cached
         self._context = contextvars.copy_context()
         # a list that collects what blocks return would, held here, keep the graph alive that holds this
         self._filled = [(variable, Twin(value)) for variable, value in self._context.items() if is_container(value)]
@@ -113,28 +125,49 @@ class Surroundings:
             for device_type, enabled, dtype in self._autocast:
                 if _autocast_states((device_type,)) != ((device_type, enabled, dtype),):
                     stack.enter_context(torch.autocast(device_type, dtype, enabled, self._cache_enabled))
-            active = _modes()
-            for mode in self._modes:
+            stack.enter_context(_function_modes(self._function_modes))
+            active = _users_dispatch_modes()
+            for mode in self._dispatch_modes:
                 if not any(mode is other for other in active):
                     stack.enter_context(mode)
             _set_switches(now, self._switches)
-            cached = parametrize._cache_enabled, parametrize._cache
-            parametrize._cache_enabled, parametrize._cache = self._caches_parametrized, {}
+            parametrized = parametrize._cache_enabled, parametrize._cache
+            parametrize._cache_enabled, parametrize._cache = self._parametrized[0], self._parametrized[1].copy()
             try:
                 yield
             finally:
                 _set_switches(self._switches, now)
-                parametrize._cache_enabled, parametrize._cache = cached
+                parametrize._cache_enabled, parametrize._cache = parametrized
 
 
 def _autocast_states(device_types: tuple[str, ...]) -> tuple[tuple[str, bool, torch.dtype], ...]:
     return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types)
 
 
-def _modes() -> tuple[Any, ...]:
-    """Function modes, and dispatch modes that are a user's: torch's own only count or trace."""
-    dispatch = (mode for mode in _get_current_dispatch_mode_stack() if _is_users(type(mode)))
-    return (*_get_current_function_mode_stack(), *dispatch)
+@contextlib.contextmanager
+def _function_modes(due: Sequence[Any]) -> Iterator[None]:
+    """These function modes and no others."""
+    now = _get_current_function_mode_stack()
+    if len(now) == len(due) and all(map(operator.is_, now, due)):
+        yield
+        return
+    _exchange_function_modes(due)
+    try:
+        yield
+    finally:
+        _exchange_function_modes(now)
+
+
+def _exchange_function_modes(due: Sequence[Any]) -> None:
+    for _ in _get_current_function_mode_stack():
+        _pop_mode()
+    for mode in due:
+        _push_mode(mode)
+
+
+def _users_dispatch_modes() -> list[Any]:
+    """Dispatch modes that may change what operators give; torch's own only count or trace."""
+    return [mode for mode in _get_current_dispatch_mode_stack() if _is_users(type(mode))]
 
 
 def _is_users(kind: type) -> bool:

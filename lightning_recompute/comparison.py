@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.module_tracker import ModuleTracker
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lightning_recompute.errors import RecomputeError
 
@@ -23,20 +24,30 @@ class Comparison:
 
     def __init__(self) -> None:
         self._values: dict[int, tuple[str, Tensor]] = {}
-        self._tracker: ModuleTracker | None = None
+        self._running: list[str] = []
 
     @contextlib.contextmanager
-    def tracking(self) -> Iterator[None]:
-        """Know which module runs while this is entered."""
-        with ModuleTracker() as self._tracker:
+    def tracking(self, module: nn.Module) -> Iterator[None]:
+        """Know which part of a module runs while this is entered."""
+        names = {id(part): name for name, part in module.named_modules()}
+
+        def enter(part: nn.Module, args: Any) -> None:
+            self._running.append(names.get(id(part), type(part).__name__))
+
+        def leave(part: nn.Module, args: Any, output: Any) -> None:
+            self._running.pop()
+
+        handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+        try:
             yield
-        self._tracker = None
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._running.clear()
 
     def record(self, index: int, tensor: Tensor) -> None:
         """Copy the value that was saved at a place."""
-        names = self._tracker.parents - {"Global"} if self._tracker is not None else ()
-        innermost = max(names, key=len, default="").partition(".")[2]
-        self._values[index] = innermost, tensor.detach().clone()
+        self._values[index] = self._running[-1] if self._running else "", tensor.detach().clone()
 
     def check(self, name: str, index: int, replayed: Tensor) -> None:
         """Compare what the replay saved at a place.

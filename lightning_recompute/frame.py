@@ -164,7 +164,7 @@ class Frame:
                 learned.hooks |= call.state.hooks
                 stack.enter_context(watch_hooks(call.module, learned.observers))
             if self._comparison is not None and not learned.checked:
-                stack.enter_context(self._comparison.tracking())
+                stack.enter_context(self._comparison.tracking(call.module))
             stack.enter_context(self.packing())
             if self._ops is not None:
                 call.ops = SavedOps(self._ops)
