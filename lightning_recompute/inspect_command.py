@@ -74,7 +74,7 @@ class InspectingTrainer(pl.Trainer):
         )
         console = Console()
         if not console.is_terminal:
-            console.width = max(console.width, 160)  # a log file has no edge
+            console.width = max(console.width, 200)  # a log file has no edge
         console.print(inspection.to_table())
         return inspection
 
