@@ -33,13 +33,11 @@ FACING_LIGHTNING = {
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 # parts of the engine that are tested through it, and others without a file of their own
 COVERED_BY = {
-    "block_cost": "test_inspection.py",
     "calls": "test_recompute_inputs.py",
     "callbacks": "test_memory_report.py",
     "comparison": "test_guards_random.py",
     "errors": "test_recompute_state.py",
     "frame": "test_recompute_backward.py",
-    "inspect_command": "test_inspection.py",
     "lightning_private": "test_lightning_traps.py",
     "lone_block": "test_inspection.py",
     "module_state": "test_recompute_state.py",
