@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from lightning_recompute.ambient import version_of
 from lightning_recompute.calls import Call
 from lightning_recompute.frame import Frame
 from lightning_recompute.object_state import Stream, stream_of
@@ -78,6 +79,24 @@ class _Step:
     modes: _Modes
 
 
+class _Result:
+    """A tensor that was made on the tape, in the state in which the tape left it."""
+
+    def __init__(self, tensor: Tensor, made: _Made) -> None:
+        self.tensor = weakref.ref(tensor)
+        self.made = made
+        self.see(tensor)
+
+    def see(self, tensor: Tensor) -> None:
+        self._needed_grad = tensor.requires_grad
+        self._version = version_of(tensor)
+
+    def is_still(self, tensor: Tensor) -> bool:
+        """Whether it is this tensor, not written off the tape and not what an autograd.Function has made of it."""
+        seen = self._needed_grad, self._version
+        return self.tensor() is tensor and (tensor.requires_grad, version_of(tensor)) == seen
+
+
 class _Tape:
     """Functions called one after the other, and which results are arguments of which.
 
@@ -89,8 +108,7 @@ class _Tape:
         self.device_type = device_type
         self.inputs: list[Tensor] = []
         self._steps: list[_Step] = []
-        # by id, each with whether it needed grad: what an autograd.Function returns has changed in that
-        self._made: dict[int, tuple[weakref.ref[Tensor], _Made, bool]] = {}
+        self._made: dict[int, _Result] = {}
 
     def refer(self, leaf: Any) -> Any:
         """What stands for an argument on the tape."""
@@ -117,20 +135,23 @@ class _Tape:
         return any(given.untyped_storage()._cdata == storage for given in self.inputs)
 
     def _find(self, tensor: Tensor) -> _Made | None:
-        reference, made, needed_grad = self._made.get(id(tensor), (None, None, False))
-        return made if reference is not None and reference() is tensor and tensor.requires_grad == needed_grad else None
+        result = self._made.get(id(tensor))
+        return result.made if result is not None and result.is_still(tensor) else None
 
     def add(self, step: _Step, result: Any, written: Sequence[Tensor]) -> None:
         """Go on with a step that has just been made."""
-        for tensor in written:  # it keeps its place on the tape, and needs grad from now on if what was written does
-            self._made[id(tensor)] = (*self._made[id(tensor)][:2], tensor.requires_grad)
+        memory = {tensor.untyped_storage()._cdata for tensor in written}
+        for known in self._made.values() if written else ():
+            tensor = known.tensor()
+            if tensor is not None and tensor.untyped_storage()._cdata in memory:
+                known.see(tensor)
         for index, leaf in enumerate(tree_leaves(result)):
             if (
                 isinstance(leaf, Tensor)
                 and self._find(leaf) is None
                 and not any(leaf is given for given in self.inputs)
             ):
-                self._made[id(leaf)] = weakref.ref(leaf), _Made(len(self._steps), index), leaf.requires_grad
+                self._made[id(leaf)] = _Result(leaf, _Made(len(self._steps), index))
         self._steps.append(step)
 
     def close(self) -> None:
@@ -192,7 +213,6 @@ class _CoreAttention(TorchFunctionMode):
             with self:
                 return _SEEN_THROUGH[func](*args, **kwargs)
         if inside_torch_checkpoint():  # of the module itself: that one wins
-            self.finish()
             return func(*args, **kwargs)
         if self._tape is None:
             if not torch.is_grad_enabled():
