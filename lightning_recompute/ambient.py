@@ -9,16 +9,19 @@ import contextlib
 import contextvars
 import ctypes
 import operator
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.random import mtrand
 from torch import Tensor
 from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lightning_recompute.object_state import Twin, is_container, without_graph
+from lightning_recompute.object_state import Twin, is_container, same_bytes, same_state, without_graph
 
 T = TypeVar("T")
 
@@ -36,6 +39,8 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
 
 RngStates = tuple[Tensor, ...]
 """States of torch's default generators: the CPU's, then one for each further device."""
+HostRng = tuple[Any, dict[str, Any]]
+"""States of Python's and NumPy's global random numbers."""
 
 
 def is_recomputing() -> bool:
@@ -68,12 +73,48 @@ def set_rng_states(devices: tuple[torch.device, ...], states: RngStates) -> None
 
 def same_rng(one: RngStates, other: RngStates) -> bool:
     """Whether nothing was drawn between two readings."""
-    # states are a few bytes of host memory; read as such they compare also where torch's functions are faked
-    return len(one) == len(other) and all(map(_same_bytes, one, other))
+    return len(one) == len(other) and all(map(same_bytes, one, other))
 
 
-def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    return ctypes.string_at(one.data_ptr(), one.numel()) == ctypes.string_at(other.data_ptr(), other.numel())
+def host_rng() -> HostRng:
+    """States of Python's and NumPy's global random numbers."""
+    return random.getstate(), _numpy_stream.read()
+
+
+class _NumpyStream:
+    """NumPy's global random numbers. To read their state takes long, to see that it is the one last read does not."""
+
+    _NUM_BYTES = 625 * 4  # 624 words of the Mersenne twister and the position in them
+
+    def __init__(self) -> None:
+        self._bits = b""
+        self._state: dict[str, Any] = {}
+
+    def read(self) -> dict[str, Any]:
+        generator = mtrand.get_bit_generator()
+        if not isinstance(generator, np.random.MT19937):
+            state: Any = np.random.get_state(legacy=False)
+            return dict(state)
+        bits = ctypes.string_at(generator.ctypes.state_address, self._NUM_BYTES)
+        # a second normal number, drawn with the first, waits outside of these bytes
+        if bits != self._bits or self._state["has_gauss"]:
+            state = np.random.get_state(legacy=False)
+            self._bits, self._state = bits, dict(state)
+        return self._state
+
+
+_numpy_stream = _NumpyStream()
+
+
+def set_host_rng(states: HostRng) -> None:
+    """Set what `host_rng` read."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+
+
+def same_host_rng(one: HostRng, other: HostRng) -> bool:
+    """Whether nothing was drawn between two readings."""
+    return one[0] == other[0] and same_state(one[1], other[1])
 
 
 class Surroundings:

@@ -110,10 +110,16 @@ class Anatomy:
 
     @property
     def activation_sites(self) -> list[str]:
-        """Modules in which activations run, be they modules or functions."""
+        """Modules in which activations run, be they modules or functions; the block itself if it may call them."""
         parts = [name for feed_forward in self.feed_forwards for name in self.parts(feed_forward)]
         flat = self._flat_parts("")
-        return [*self.activations, *parts, *self.mixtures, *(flat if len(flat) > 1 else [])]
+        sites = [*self.activations, *parts, *self.mixtures, *(flat if len(flat) > 1 else [])]
+        return sites or ([""] if self._matrices[""] > sum(map(self._num_known, self.attentions)) else [])
+
+    def _num_known(self, attention: str) -> int:
+        """How many matrices are an attention's; of a block that is one itself those for q, k, v and the output."""
+        children = [child for child in self._children[attention] if roles_in(key_of(child))]
+        return self._matrices[attention] if attention else 1 + sum(self._matrices[child] for child in children)
 
     def parts(self, feed_forward: FeedForward) -> Sequence[str]:
         """The outermost modules that run in a feed-forward."""

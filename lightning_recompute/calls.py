@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.random import mtrand
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
-from lightning_recompute.ambient import RngStates, Surroundings, set_rng_states
+from lightning_recompute.ambient import HostRng, RngStates, Surroundings, set_rng_states
+from lightning_recompute.ambient import host_rng as host_rng
+from lightning_recompute.ambient import set_host_rng as set_host_rng
 from lightning_recompute.errors import RecomputeError
 from lightning_recompute.module_state import Keeping, ModuleState, Written
-from lightning_recompute.object_state import Twin, has_content, same_state
+from lightning_recompute.object_state import Twin, has_content
 from lightning_recompute.placement import SavedInputs
 from lightning_recompute.save_ops import SavedOps
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-HostRng = tuple[Any, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +87,7 @@ class Learned:
         self.written: Written | None = None
         self.writes_inputs = False
         self.decides = False
-        self.generators: list[torch.Generator] = []
+        self.generators: list[Any] = []
         self.observers: set[int] = set()
         self.hooks: set[int] = set()
         self.checked = False
@@ -233,44 +230,3 @@ def output_leaves(result: Any, max_depth: int = 4) -> list[Any]:
         is_object = has_content(leaf) and not isinstance(leaf, set | dict)
         leaves += output_leaves(list(vars(leaf).values()), max_depth - 1) if is_object and max_depth else [leaf]
     return leaves
-
-
-def host_rng() -> HostRng:
-    """States of Python's and NumPy's global random numbers."""
-    return random.getstate(), _numpy_stream.read()
-
-
-class _NumpyStream:
-    """NumPy's global random numbers. To read their state takes long, to see that it is the one last read does not."""
-
-    _NUM_BYTES = 625 * 4  # 624 words of the Mersenne twister and the position in them
-
-    def __init__(self) -> None:
-        self._bits = b""
-        self._state: dict[str, Any] = {}
-
-    def read(self) -> dict[str, Any]:
-        generator = mtrand.get_bit_generator()
-        if not isinstance(generator, np.random.MT19937):
-            state: Any = np.random.get_state(legacy=False)
-            return dict(state)
-        bits = ctypes.string_at(generator.ctypes.state_address, self._NUM_BYTES)
-        # a second normal number, drawn with the first, waits outside of these bytes
-        if bits != self._bits or self._state["has_gauss"]:
-            state = np.random.get_state(legacy=False)
-            self._bits, self._state = bits, dict(state)
-        return self._state
-
-
-_numpy_stream = _NumpyStream()
-
-
-def set_host_rng(states: HostRng) -> None:
-    """Set what `host_rng` read."""
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-
-
-def same_host_rng(one: HostRng, other: HostRng) -> bool:
-    """Whether nothing was drawn between two readings."""
-    return one[0] == other[0] and same_state(one[1], other[1])

@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
 from lightning_recompute.ambient import version_of
 from lightning_recompute.errors import RecomputeError
-from lightning_recompute.frame import Frame, keep, kept
+from lightning_recompute.frame import Frame, check_version, keep, kept
 from lightning_recompute.patch import without_dynamo
 from lightning_recompute.prior_recompute import others_recompute
 from lightning_recompute.recompute_unit import Unit, checked_arguments, needs_grad
@@ -80,30 +81,60 @@ class _Output:
                 reference.value = value
 
 
-class _Reference:
-    """Kept by the consumer in place of a marked module's output, a view or a cast of it."""
+class _Freed:
+    """Kept by the consumer in place of a tensor that can be made again.
 
-    __slots__ = ("__weakref__", "_dtype", "_offset", "_output", "_size", "_stride", "value")
+    Args:
+        saved: The tensor.
+        offset: Where in the memory of what will be made it begins.
+    """
 
-    def __init__(self, output: _Output, saved: Tensor, offset: int) -> None:
-        self._output = output
+    __slots__ = ("_counter", "_dtype", "_offset", "_size", "_stride", "_version")
+
+    def __init__(self, saved: Tensor, offset: int) -> None:
         self._dtype = saved.dtype
         self._size = saved.size()
         self._stride = saved.stride()
         self._offset = offset
+        self._counter = _version_counter(saved)
+        self._version = version_of(self._counter)
+
+    def check_unwritten(self) -> None:
+        """Refuse what autograd would: a write after the consumer has read it."""
+        check_version(self._counter, self._version, self._size)
+
+    def shaped(self, value: Tensor) -> Tensor:
+        """What was saved, of the value that was made again."""
+        value = value.to(self._dtype)
+        return value.as_strided(self._size, self._stride, value.storage_offset() + self._offset)
+
+
+def _version_counter(tensor: Tensor) -> Tensor | None:
+    """A tensor without memory that shares the version counter; None for a subclass, which may have none."""
+    if type(tensor) is not Tensor:
+        return None
+    alias = tensor.detach()
+    alias.data = tensor.new_empty(0)
+    return alias
+
+
+class _Reference(_Freed):
+    """In place of a marked module's output, a view or a cast of it."""
+
+    __slots__ = ("__weakref__", "_output", "value")
+
+    def __init__(self, output: _Output, saved: Tensor, offset: int) -> None:
+        super().__init__(saved, offset)
+        self._output = output
         self.value: Tensor | None = None
 
     def take(self) -> Tensor:
+        self.check_unwritten()
         if self.value is None:
             self._output.make()
         value, self.value = self.value, None
         assert value is not None, "an output is given to every live reference"
-        return _shaped(value, self._dtype, self._size, self._stride, self._offset)
-
-
-def _shaped(value: Tensor, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-    value = value.to(dtype)
-    return value.as_strided(size, stride, value.storage_offset() + offset)
+        return self.shaped(value)
 
 
 def _signed(saved: int) -> int:
@@ -154,20 +185,18 @@ def _through(node: Node) -> Node:
     return node
 
 
-class _Evaluation:
-    """Kept by the consumer in place of a node's output."""
+class _Evaluation(_Freed):
+    """In place of a node's output."""
 
-    __slots__ = ("_device_type", "_dtype", "_node", "_offset", "_size", "_stride")
+    __slots__ = ("_device_type", "_node")
 
     def __init__(self, node: Node, saved: Tensor) -> None:
+        super().__init__(saved, int(saved.storage_offset()))
         self._node = node
         self._device_type = saved.device.type
-        self._dtype = saved.dtype
-        self._size = saved.size()
-        self._stride = saved.stride()
-        self._offset = int(saved.storage_offset())
 
     def take(self) -> Tensor:
+        self.check_unwritten()
         try:
             with torch.no_grad(), torch.autocast(self._device_type, enabled=False):
                 value = _NODES[self._node.name()](self._node)
@@ -178,7 +207,7 @@ class _Evaluation:
                 "an activation's output is computed again from what the activation itself saved, and an earlier "
                 "backward has freed that; give that backward retain_graph=True, or leave out the label 'act'"
             ) from error
-        return _shaped(value, self._dtype, self._size, self._stride, self._offset)
+        return self.shaped(value)
 
 
 Packed = _Reference | _Evaluation | tuple[Tensor, int]
@@ -252,6 +281,8 @@ def freeing_forward(original: Callable[..., Any], unit: Unit, index: int, /, *ar
     frame = unit.new_frame()
     result = frame.call(name, original, args, kwargs, unit.learned[index])
     frame.close()
-    if isinstance(result, Tensor) and result.grad_fn is not None:
+    # the graph of a module that returns what it was given is not its own, and holding it here would make a circle
+    given = [leaf.grad_fn for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if isinstance(result, Tensor) and result.grad_fn is not None and result.grad_fn not in given:
         _marks(result.grad_fn)[_MARK] = _Output(frame, 0, result)
     return result

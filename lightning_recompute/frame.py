@@ -20,8 +20,10 @@ from torch.utils._pytree import tree_flatten
 from lightning_recompute.ambient import (
     RngStates,
     Surroundings,
+    host_rng,
     rng_devices,
     rng_states,
+    same_host_rng,
     same_rng,
     set_rng_states,
     version_of,
@@ -34,9 +36,7 @@ from lightning_recompute.calls import (
     Kwargs,
     Learned,
     Returned,
-    host_rng,
     output_leaves,
-    same_host_rng,
 )
 from lightning_recompute.comparison import DIFFERS, Comparison, described, saved_otherwise
 from lightning_recompute.errors import RecomputeError
@@ -159,7 +159,7 @@ class Frame:
             if not isinstance(call.function, CompiledOriginal):
                 call.keeping = keeping
                 if call.state.hooks:
-                    stack.enter_context(watch_hooks(call.module, call.observers, keeping))
+                    stack.enter_context(watch_hooks(call.module, call.observers, keeping, call.state.streams))
             elif not call.state.hooks <= learned.hooks:  # once, since it makes dynamo compile again
                 learned.hooks |= call.state.hooks
                 stack.enter_context(watch_hooks(call.module, learned.observers))
@@ -167,16 +167,14 @@ class Frame:
                 stack.enter_context(self._comparison.tracking(call.module))
             stack.enter_context(self.packing())
             if self._ops is not None:
-                call.ops = SavedOps(self._ops)
+                call.ops = SavedOps(self._ops, call.state.streams)
             elif learned.decides or (first and not isinstance(call.function, CompiledOriginal)):
-                call.ops = SavedOps(_DECISIONS, keep=True)
+                call.ops = SavedOps(_DECISIONS, call.state.streams, keep=True)
             if call.ops is not None:
                 stack.enter_context(call.ops.saving())
             result = call.function(*args, **kwargs)
-        if call.ops is not None:
-            call.state.follow(call.ops.streams)
-            if first:
-                learned.generators = [stream.source for stream in call.ops.streams.values()]
+        if first:
+            learned.generators = [stream.source for stream in call.state.streams.values()]
         if self._ops is None and call.ops is not None:
             learned.decides = bool(call.ops.outputs)
             if not learned.decides:
@@ -365,15 +363,24 @@ def kept(packed: tuple[Tensor, int]) -> Tensor:
     """Unpack it.
 
     Raises:
-        RecomputeError: It was written in place; hooks switch off autograd's own check, in whose words this is said.
+        RecomputeError: It was written in place.
     """
     tensor, version = packed
+    check_version(tensor, version, tensor.shape)
+    return tensor
+
+
+def check_version(tensor: Tensor | None, version: int, shape: torch.Size) -> None:
+    """Refuse a tensor that was written in place since it was saved.
+
+    Raises:
+        RecomputeError: It was; in the words of autograd, whose own check hooks switch off.
+    """
     if version_of(tensor) != version:
         raise RecomputeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of shape {tuple(tensor.shape)} is at version {version_of(tensor)}; expected version {version} instead"
+            f"of shape {tuple(shape)} is at version {version_of(tensor)}; expected version {version} instead"
         )
-    return tensor
 
 
 @contextlib.contextmanager

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
-from lightning_recompute.ambient import rng_devices, rng_states, same_rng, version_of
-from lightning_recompute.object_state import Stream, Twin, has_content, stream_of, without_graph
+from lightning_recompute.ambient import host_rng, rng_devices, rng_states, version_of
+from lightning_recompute.object_state import Stream, Twin, has_content, same_state, stream_of, without_graph
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
@@ -44,14 +45,15 @@ class ModuleState:
         generators: Further ones that earlier calls drew from.
     """
 
-    def __init__(self, module: nn.Module, written: Written | None, generators: Iterable[torch.Generator] = ()) -> None:
+    def __init__(self, module: nn.Module, written: Written | None, generators: Iterable[Any] = ()) -> None:
         self._parts = list(module.modules())
         self._attributes: list[dict[str, Any]] = []
         self._parameters: list[dict[str, nn.Parameter | None]] = []
         self._buffers: list[dict[str, Tensor | None]] = []
         self._modules: list[dict[str, nn.Module | None]] = []
         self._hooks: dict[int, dict[str, OrderedDict[int, Any]]] = {}
-        self._streams: dict[int, Stream] = {id(g): stream for g in generators if (stream := stream_of(g)) is not None}
+        self.streams = {id(source): stream for source in generators if (stream := stream_of(source)) is not None}
+        """Random streams that the forward may draw from, as they were before; to be added to while it runs."""
         # containers and plain objects by place, and whether the forward changed them
         self._objects: list[dict[str, tuple[Twin, bool]]] = []
         self._versions: dict[tuple[int, str], tuple[Tensor, int]] = {}
@@ -81,7 +83,7 @@ class ModuleState:
             else:
                 attributes[name] = without_graph(value)
                 if (stream := stream_of(value)) is not None:
-                    self._streams[id(value)] = stream
+                    self.streams[id(value)] = stream
         if any(everything[kind] for kind in _HOOKS):
             self._hooks[len(self._attributes)] = {kind: everything[kind].copy() for kind in _HOOKS + _HOOK_FLAGS}
         self._attributes.append(attributes)
@@ -125,15 +127,11 @@ class ModuleState:
                 del self._values[index, name]
         for key in written:
             del self._versions[key]
-        self._streams = {key: stream for key, stream in self._streams.items() if stream.moved()}
+        self.streams = {key: stream for key, stream in self.streams.items() if stream.moved()}
         for index, part in enumerate(self._parts):
             for name, (twin, _) in self._objects[index].items():
                 self._objects[index][name] = twin, not twin.same_as(vars(part).get(name))
         return frozenset(written)
-
-    def follow(self, streams: Mapping[int, Stream]) -> None:
-        """Put back further random streams, which the forward was seen to draw from."""
-        self._streams = {**streams, **self._streams}
 
     def written_since(self) -> str | None:
         """The name of a buffer or tensor attribute that was written in place after the forward, None if none was."""
@@ -157,7 +155,7 @@ class ModuleState:
         assert module is self._parts[0]
         now = [(dict(vars(part)), dict(part._buffers), dict(part._modules)) for part in self._parts]
         exchanged: list[tuple[dict[str, Any], str, Any, Any]] = []
-        streams = [(stream, stream.read()) for stream in self._streams.values()]
+        streams = [(stream, stream.read()) for stream in self.streams.values()]
         copies: dict[Twin, Any] = {}
         clones: dict[int, Tensor] = {}
         try:
@@ -176,7 +174,7 @@ class ModuleState:
                 buffers = self._parts[index]._buffers
                 target: dict[str, Any] = buffers if name in buffers else vars(self._parts[index])
                 target[name] = clones.setdefault(id(former), former.clone())
-            for stream in self._streams.values():
+            for stream in self.streams.values():
                 stream.write(stream.state)
             yield
         finally:
@@ -202,24 +200,33 @@ class ModuleState:
 
 
 @contextlib.contextmanager
-def watch_hooks(module: nn.Module, observers: set[int], keeping: Keeping = contextlib.nullcontext) -> Iterator[None]:
+def watch_hooks(
+    module: nn.Module,
+    observers: set[int],
+    keeping: Keeping = contextlib.nullcontext,
+    streams: Mapping[int, Stream] | None = None,
+) -> Iterator[None]:
     """Find out which forward hooks below a module only look on, while its forward runs.
 
-    An observer returns None, draws no random number and changes no tensor it sees, no attribute and no parameter of
-    its module. It does not run again in a replay. What any hook computes is kept, whatever it then does with it.
+    An observer returns None, draws no random number and changes no tensor it sees and no attribute, parameter or
+    buffer of the module and all below it. It does not run again in a replay. What any hook computes is kept, whatever
+    it then does with it.
 
     Args:
         module: The module about to run; its own hooks run outside of its forward and do not count.
         observers: Filled with the ids of such hooks.
         keeping: What hooks run in.
+        streams: Random streams beside torch's, Python's and NumPy's own; more may be added while the forward runs.
     """
+    parts = list(module.modules())
     former: list[tuple[nn.Module, str, Any]] = []
-    for part in list(module.modules())[1:]:
+    traces = functools.partial(_Traces, parts, {} if streams is None else streams)
+    for part in parts[1:]:
         for kind in _HOOKS:
             hooks = vars(part)[kind]
             if hooks:
                 former.append((part, kind, hooks))
-                watched = ((key, _watched(hook, key, observers, keeping)) for key, hook in hooks.items())
+                watched = ((key, _watched(hook, key, observers, keeping, traces)) for key, hook in hooks.items())
                 vars(part)[kind] = OrderedDict(watched)
     try:
         yield
@@ -228,15 +235,17 @@ def watch_hooks(module: nn.Module, observers: set[int], keeping: Keeping = conte
             vars(part)[kind] = hooks
 
 
-def _watched(hook: Callable[..., Any], key: int, observers: set[int], keeping: Keeping) -> Callable[..., Any]:
-    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        before = _Traces(module, args, kwargs)
+def _watched(
+    hook: Callable[..., Any], key: int, observers: set[int], keeping: Keeping, traces: Callable[..., _Traces]
+) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = traces(args, kwargs)
         with keeping():
-            result = hook(module, *args, **kwargs)
-        if result is None and before == _Traces(module, args, kwargs) and before.same_content():
-            observers.add(key)
-        else:
+            result = hook(*args, **kwargs)
+        if result is not None or before.are_left():
             observers.discard(key)
+        else:
+            observers.add(key)
         return result
 
     return run
@@ -251,24 +260,50 @@ def _kept(hook: Callable[..., Any], keeping: Keeping) -> Callable[..., Any]:
 
 
 class _Traces:
-    """What a hook could leave a trace in."""
+    """What a hook could leave a trace in, as it is before the hook.
 
-    def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        self._rng = rng_states(rng_devices(tensors))
-        tensors += [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        self._tensors = [(id(tensor), version_of(tensor)) for tensor in tensors]
-        self._attributes = {name: id(value) for name, value in vars(module).items() if name not in _HOOKS}
-        self._objects = [(value, Twin(value)) for value in _own(vars(module)).values() if has_content(value)]
+    Args:
+        parts: The modules of the block.
+        streams: Random streams; more may be added later.
+        args: What the hook is given.
+        kwargs: What it is given by keyword.
+    """
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Traces) and (
-            (self._tensors, self._attributes) == (other._tensors, other._attributes) and same_rng(self._rng, other._rng)
+    def __init__(self, parts: Sequence[nn.Module], streams: Mapping[int, Stream], args: Any, kwargs: Any) -> None:
+        self._parts = parts
+        self._streams = streams
+        self._args = args, kwargs
+        self._marks = self._read_marks()
+        self._states = self._read_states()
+        twins: dict[int, Twin] = {}
+        self._objects = [
+            (value, Twin(value, twins)) for part in parts for value in _own(vars(part)).values() if has_content(value)
+        ]
+
+    def are_left(self) -> bool:
+        """Whether anything has changed since."""
+        return (
+            self._marks != self._read_marks()
+            or not same_state(self._states, self._read_states())
+            or not all(twin.same_as(value) for value, twin in self._objects)
         )
 
-    def same_content(self) -> bool:
-        """Whether the module's containers and objects have the content that they had."""
-        return all(twin.same_as(value) for value, twin in self._objects)
+    def _read_marks(self) -> list[Any]:
+        """Attributes of the modules by identity, tensors with their versions."""
+        marks: list[Any] = []
+        values = tree_leaves(self._args)
+        for part in self._parts:
+            named = _own(vars(part)) | part._modules | part._parameters | part._buffers
+            marks.append({name: id(value) for name, value in named.items()})
+            values += named.values()
+        return marks + [(id(value), version_of(value)) for value in values if isinstance(value, Tensor)]
+
+    def _read_states(self) -> dict[Any, Any]:
+        """Where all random streams stand."""
+        devices = rng_devices(value for value in tree_leaves(self._args) if isinstance(value, Tensor))
+        states: dict[Any, Any] = dict(enumerate(rng_states(devices)))
+        states["Python"], states["NumPy"] = host_rng()
+        return states | {stream.source: stream.read() for stream in self._streams.values()}
 
 
 def _has_statistics(part: nn.Module) -> bool:

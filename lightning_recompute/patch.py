@@ -38,19 +38,19 @@ class Original:
 
 
 class CompiledOriginal(Original):
-    """A forward compiled inside the patch: around it, dynamo would compile the forward but not the replay.
+    """A forward that runs compiled inside the patch: around it, dynamo would compile the forward but not the replay.
 
     As with torch's own `module.compile()`, a copy and what was pickled run uncompiled.
 
     Args:
         module: The module.
         forward: Its forward.
-        compiled_call: What `module.compile()` made of its call; the forward is compiled with the same options.
+        compiled: The same, compiled.
     """
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any], compiled_call: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], compiled: Callable[..., Any]) -> None:
         super().__init__(module, forward)
-        self._compiled = _compiler_of(compiled_call)(forward)
+        self._compiled = compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it compiled."""
@@ -102,8 +102,10 @@ class Patch:
         self._compiled_call = getattr(module, "_compiled_call_impl", None) if is_forward else None
         original: Any = self._former
         if self._compiled_call is not None:
-            original = CompiledOriginal(module, self._former, self._compiled_call)
+            original = CompiledOriginal(module, self._former, _compiler_of(self._compiled_call)(self._former))
             module._compiled_call_impl = None
+        elif is_forward and isinstance(module, torch._dynamo.OptimizedModule):
+            original = CompiledOriginal(module, self._former, self._former)
         elif getattr(original, "__self__", None) is not module:
             original = Original(module, self._former)
         self._installed = functools.partial(function, original, *arguments)

@@ -149,16 +149,16 @@ class SavedOps:
 
     Args:
         wanted: The operators to save.
+        streams: Filled with the generators that operators are given, as they were before.
         keep: Whether outputs stay after a replay took them; else each is freed when it is taken.
     """
 
-    def __init__(self, wanted: OpSet, keep: bool = False) -> None:
+    def __init__(self, wanted: OpSet, streams: dict[int, Stream], keep: bool = False) -> None:
         self.wanted = wanted
         self.keep = keep
         self.outputs: list[_Saved | None] = []
         self.position = 0
-        self.streams: dict[int, Stream] = {}
-        """Generators that operators were given, as they were before."""
+        self.streams = streams
         self._by_storage: dict[int, _Saved] = {}
 
     def saving(self) -> TorchDispatchMode:
@@ -181,8 +181,9 @@ class SavedOps:
 
     def save(self, function: Any, args: Any, output: Any) -> None:
         """Save an output."""
-        # what is kept for good (a router's few decisions) is copied: writes to it do no harm
-        saved = tree_map(_copy if self.keep else _alias, output)
+        # decisions (a router's) are few and copied: writes to them do no harm
+        copies = self.wanted.word_for(function) in DECISIONS
+        saved = tree_map(_copy if copies else _alias, output)
         aliases = [(tensor, version_of(tensor)) for tensor in _tensors(saved)]
         rng_after = rng_states(_devices(saved)) if _draws(function) else None
         entry = _Saved(function, _shapes(args), saved, aliases, rng_after)
@@ -201,11 +202,17 @@ class SavedOps:
         self._by_storage.clear()
 
 
-class _Saving(Mode):
+class _Mode(Mode):
     def __init__(self, store: SavedOps) -> None:
         Mode.__init__(self)
         self._store = store
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else what is compiled below would run uncompiled
+
+
+class _Saving(_Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         store, kwargs = self._store, kwargs or {}
         if (generator := kwargs.get("generator")) is not None and (stream := stream_of(generator)) is not None:
@@ -222,11 +229,7 @@ class _Saving(Mode):
         super().__exit__(*error)
 
 
-class _Reusing(Mode):
-    def __init__(self, store: SavedOps) -> None:
-        Mode.__init__(self)
-        self._store = store
-
+class _Reusing(_Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         store, kwargs = self._store, kwargs or {}
         if not store.wants(func, kwargs) or store.position >= len(store.outputs):

@@ -35,13 +35,10 @@ LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 COVERED_BY = {
     "calls": "test_recompute_inputs.py",
     "callbacks": "test_memory_report.py",
-    "comparison": "test_guards_random.py",
     "errors": "test_recompute_state.py",
     "frame": "test_recompute_backward.py",
     "lightning_private": "test_lightning_traps.py",
     "lone_block": "test_inspection.py",
-    "module_state": "test_recompute_state.py",
-    "object_state": "test_guards_state.py",
     "recompute": "test_recompute_names.py",
     "recompute_unit": "test_recompute_units.py",
     "session": "test_strategy.py",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from toys import WIDTH, Block, square_loss, stack, step
 
-from lightning_recompute.calls import host_rng, same_host_rng
+from lightning_recompute.ambient import host_rng, same_host_rng
 from lightning_recompute.errors import RecomputeError
 from lightning_recompute.recompute import apply_recompute
 

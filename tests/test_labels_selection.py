@@ -117,6 +117,44 @@ def test_a_compiled_block_is_matched_by_its_plain_names() -> None:
     assert names(targets) == [("_orig_mod.norm1",), ("_orig_mod.norm2",), ("_orig_mod.linear1",)]
 
 
+# --- activations that are no module of their own
+
+
+def inline(*linears: str, **parts: nn.Module) -> nn.Module:
+    """A block whose forward calls all functions itself."""
+    block = nn.Module()
+    for name in linears:
+        block.add_module(name, nn.Linear(4, 4))
+    for name, part in parts.items():
+        block.add_module(name, part)
+    return block
+
+
+@pytest.mark.parametrize(
+    ("block", "offered"),
+    [
+        (inline("linear", norm=nn.LayerNorm(4)), True),
+        (inline("linear", attention=nn.MultiheadAttention(4, 2)), True),
+        (inline("q", "k", "v", "o", "up", "down"), True),
+        (inline("q", "k", "v", "o"), False),
+        (inline(attention=nn.MultiheadAttention(4, 2), norm=nn.LayerNorm(4)), False),
+        (inline(norm=nn.LayerNorm(4)), False),
+    ],
+)
+def test_functions_are_looked_for_where_a_matrix_is_no_attentions(block: nn.Module, offered: bool) -> None:
+    targets, notes = find_targets(block, ["act"])
+    assert targets == ([Target("act", ("",), how="nodes")] if offered else [])
+    assert notes == []
+
+
+def test_a_unit_that_is_no_whole_block_leaves_functions_outside() -> None:
+    block = inline("linear", "q", "k", "v", "o", "down")
+    assert names(find_targets(block, ["*linear", "act"])[0]) == [("linear",), ("",)]
+    targets, notes = find_targets(block, ["attn", "act"])
+    assert targets == [Target("attn", ("",))]
+    assert notes == ["act lies inside attn: recomputed with it"]
+
+
 # --- one inside the other
 
 

@@ -23,6 +23,7 @@ from lightning_recompute.recompute import apply_recompute
 
 CHUNKS = (4,)
 PLAN_BUILDERS = PLANS | {name: build for name, build in SELECTIVE_PLANS.items() if "moe" not in words_of(name)}
+USUAL = ("uniform-2", "core_attn+norm+act", "attn+norm", "full-norm-keep", "save-full-core")
 SAVES_OPS = {name for name in SELECTIVE_PLANS if "save" in name}
 
 Habit = Callable[[nn.Module], object]
@@ -122,13 +123,16 @@ def soak(plan: str, habits: tuple[Habit, ...], num_rounds: int, frames: weakref.
     assert set(live) == {live[0]}, f"live bytes over the steps: {live}"
 
 
-@pytest.mark.parametrize("plan", PLAN_BUILDERS)
+@pytest.mark.parametrize(
+    "plan", [plan if plan in USUAL else pytest.param(plan, marks=pytest.mark.long) for plan in PLAN_BUILDERS]
+)
 def test_a_few_steps(plan: str, frames: weakref.WeakSet[Frame]) -> None:
     if plan == "save-softmax":
         assert "eager" in repr(seeded(build)), "a plain softmax runs only there"
     soak(plan, HABITS, 2, frames)
 
 
+@pytest.mark.long
 def test_forty_steps(frames: weakref.WeakSet[Frame]) -> None:
     for plan in ("uniform-2", "core_attn+norm+act", "full-norm-keep", "save-full-core"):
         soak(plan, (step,), 40, frames)
