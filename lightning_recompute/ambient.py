@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
+import functools
 import operator
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +36,16 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    *(
+        (functools.partial(getattr, backend, name), functools.partial(setattr, backend, name))
+        for backend, name in (
+            (torch.backends.mkldnn, "enabled"),
+            (torch.backends.cudnn, "enabled"),
+            (torch.backends.cudnn, "benchmark"),
+            (torch.backends.cudnn, "deterministic"),
+        )
+    ),
 )
 
 RngStates = tuple[Tensor, ...]

@@ -109,6 +109,26 @@ class Cached(Block):
         return x + self.inner(x) + self.inner(x.tanh())
 
 
+@contextlib.contextmanager
+def other_kernels() -> Iterator[None]:
+    torch.backends.mkldnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = True
+
+
+class Convolves(Block):
+    """Has an operator whose kernels differ in the last digits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv1d(32, 32, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.mix(x.repeat(8, 2)).mean(1, keepdim=True)[:4].expand(4, WIDTH) * x)
+
+
 CONTEXTS: dict[str, tuple[Callable[[], nn.Module], Context]] = {
     "autocast": (lambda: stack(4, Precise), lambda: torch.autocast("cpu", torch.bfloat16)),
     "autocast, half": (stack, lambda: torch.autocast("cpu", torch.float16)),
@@ -118,6 +138,7 @@ CONTEXTS: dict[str, tuple[Callable[[], nn.Module], Context]] = {
     "attention kernel": (lambda: stack(4, Attends), lambda: sdpa_kernel([SDPBackend.MATH])),
     "context variable": (lambda: stack(4, ReadsVariable), lambda: depth_of(3.0)),
     "parametrization cache": (lambda: stack(4, Cached), parametrize.cached),
+    "kernels": (lambda: stack(4, Convolves), other_kernels),
     "default device": (stack, lambda: torch.device("cpu")),
 }
 
