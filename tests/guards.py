@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from ledger import Ledger
 from parity import Run, assert_same, observe, seeded
 from torch import nn
+from toys import rows, step
 
 from lightning_recompute.errors import RecomputeError
 from lightning_recompute.plan import Action, Full, RecomputePlan, SaveOps, Segment, Selective
@@ -68,3 +70,15 @@ def refusal(build: Callable[[], nn.Module], run: Run, kind: str | RecomputePlan)
     assert due is not None, "without recompute this is an error"
     assert_same(found, due)
     return None
+
+
+def held_bytes(build: Callable[[], nn.Module], plan: RecomputePlan) -> int:
+    """What one forward after a first step leaves for backward."""
+    model, x = seeded(build), rows()
+    with apply_recompute(model, plan):
+        step(model)
+        with Ledger(model, x) as ledger:
+            loss = model(x).sum()
+            live = ledger.live_bytes
+        loss.backward()
+    return live

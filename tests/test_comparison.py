@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from guards import KINDS, each_kind, each_whole, plan_of
 from parity import assert_same, observe, seeded
 from torch import Tensor, nn
 from torch.nn import functional as F
-from toys import WIDTH, Block, square_loss, stack, step
+from toys import WIDTH, Attention, Block, square_loss, stack, step
 
 from lightning_recompute.comparison import Comparison, described, saved_otherwise
 from lightning_recompute.errors import RecomputeError
@@ -75,24 +74,6 @@ def test_a_freed_output_is_compared() -> None:
 
 
 def test_a_tape_is_compared() -> None:
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = (p(x).view(1, 2, 4, -1) for p in (self.q_proj, self.k_proj, self.v_proj))
-            return (Reads.apply(q @ k.transpose(-2, -1)).softmax(-1) @ v).reshape(x.shape)
-
-    class Reads(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            return gradient
-
     class Host(nn.Module):
         def __init__(self) -> None:
             super().__init__()

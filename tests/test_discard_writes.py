@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from guards import assert_exact
+from guards import assert_exact, held_bytes
 from ledger import Ledger
 from parity import seeded
 from torch import Tensor, nn
@@ -255,24 +255,15 @@ class Inline(nn.Module):
         return x + self.narrow(F.gelu(F.linear(x, self.wide)))
 
 
-def held(build: Callable[[], nn.Module], plan: RecomputePlan) -> int:
-    model, x = seeded(build), rows()
-    with apply_recompute(model, plan):
-        step(model)
-        with Ledger(model, x) as ledger:
-            loss = model(x).sum()
-            bytes_held = ledger.live_bytes
-        loss.backward()
-    return bytes_held
-
-
 def test_activations_of_a_block_without_parts() -> None:
     def build() -> nn.Module:
         return stack(2, Inline)
 
     assert_exact(build, lambda m: [step(m), step(m)], freeing("act"))
     keep = RecomputePlan((Segment(0, 2, Keep()),))
-    assert held(build, keep) - held(build, freeing("act")) == 2 * (4 * 4 * WIDTH * 4)  # rows, columns, bytes
+    assert held_bytes(build, keep) - held_bytes(build, freeing("act")) == 2 * (
+        4 * 4 * WIDTH * 4
+    )  # rows, columns, bytes
 
 
 # --- where outputs go
@@ -303,7 +294,7 @@ def test_consumers_outside_of_the_block() -> None:
 
     assert_exact(build, step, freeing("norm", num_blocks=3))
     # between blocks outputs are freed although another block reads them
-    assert held(build, freeing("norm", num_blocks=3)) < held(build, RecomputePlan((Segment(0, 3, Keep()),)))
+    assert held_bytes(build, freeing("norm", num_blocks=3)) < held_bytes(build, RecomputePlan((Segment(0, 3, Keep()),)))
 
 
 class Pair(nn.Module):

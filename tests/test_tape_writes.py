@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from guards import assert_exact
-from ledger import Ledger
+from guards import assert_exact, held_bytes
 from parity import seeded
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from toys import WIDTH, rows, square_loss, stack, step
+from toys import WIDTH, square_loss, stack, step
 
 from lightning_recompute.errors import RecomputeError
 from lightning_recompute.plan import Keep, RecomputePlan, Segment, Selective
@@ -280,15 +279,6 @@ def test_with_freed_outputs_and_a_retained_graph(core: Core) -> None:
     assert_exact(lambda: stack(2, lambda: Block(core)), run, taping(Selective(("core_attn", "norm"))))
 
 
-def held(core: Core, action: Any) -> int:
-    model, x = seeded(lambda: stack(2, lambda: Block(core))), rows()
-    with apply_recompute(model, taping(action)), Ledger(model, x) as ledger:
-        loss = model(x).square().mean()
-        bytes_held = ledger.live_bytes
-        loss.backward()
-    return bytes_held
-
-
 SAVES = [inverted_mask, changed_in_place, learned, returned, head_by_head, written_without_grad, statistics_written]
 SAVES += [from_a_generator, stabilised_by_hand, filled_later, dropped_in_place]
 
@@ -296,7 +286,12 @@ SAVES += [from_a_generator, stabilised_by_hand, filled_later, dropped_in_place]
 @pytest.mark.parametrize("core", SAVES, ids=lambda f: f.__name__)
 def test_scores_are_freed(core: Core) -> None:
     """At least one tensor of scores in each block."""
-    assert held(core, Keep()) - held(core, CORE) >= 2 * (HEADS * LENGTH * LENGTH * 4)
+
+    def build() -> nn.Module:
+        return stack(2, lambda: Block(core))
+
+    scores_bytes = HEADS * LENGTH * LENGTH * 4
+    assert held_bytes(build, taping(Keep())) - held_bytes(build, taping(CORE)) >= 2 * scores_bytes
 
 
 def test_module_and_functions_hold_the_same() -> None:
@@ -310,23 +305,16 @@ def test_module_and_functions_hold_the_same() -> None:
             super().__init__(lambda m, q, k, v: m.core_attn(q, k, v))
             self.attn.core_attn = CoreAttention("eager")
 
-    def kept(build: Callable[[], nn.Module], action: Any) -> int:
-        model, x = seeded(build), rows()
-        with apply_recompute(model, taping(action)), Ledger(model, x) as ledger:
-            step(model)
-            loss = model(x).square().mean()
-            bytes_held = ledger.live_bytes
-            loss.backward()
-        return bytes_held
-
     def functions() -> nn.Module:
         return stack(2, lambda: Block(lambda m, q, k, v: CoreAttention.forward(core, q, k, v)))
 
     def modules() -> nn.Module:
         return stack(2, OfModule)
 
-    assert kept(functions, Keep()) == kept(modules, Keep())
-    assert kept(functions, CORE) <= kept(modules, CORE) < kept(modules, Keep())
+    assert held_bytes(functions, taping(Keep())) == held_bytes(modules, taping(Keep()))
+    assert (
+        held_bytes(functions, taping(CORE)) <= held_bytes(modules, taping(CORE)) < held_bytes(modules, taping(Keep()))
+    )
 
 
 def test_an_exception_at_any_function_then_a_good_step() -> None:

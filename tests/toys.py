@@ -30,6 +30,18 @@ class Block(nn.Module):
         return x + self.inner(x)
 
 
+class Attention(nn.Module):
+    """Attention of two heads whose core is functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (project(x).view(1, 2, ROWS, -1) for project in (self.q_proj, self.k_proj, self.v_proj))
+        return ((q @ k.transpose(-2, -1)).softmax(-1) @ v).reshape(x.shape)
+
+
 class Stack(nn.Module):
     """embed - blocks - head, with a seam between two blocks.
 
