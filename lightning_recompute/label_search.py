@@ -81,7 +81,7 @@ class Chain:
         self.num_units = stage.num_units
         self.num_waiting = stage.in_flight - 1
         self.head_bytes = stage.head_bytes
-        self._ticks_per_second = _ticks_per_second(stage)
+        self.ticks_per_second = _ticks_per_second(stage)
         self.arcs = tuple(_undominated(self._arcs_from(stage, unit)) for unit in range(self.num_units))
         self.most_bytes = self._most_bytes(stage.in_flight)
         """No path's peak is above this."""
@@ -106,7 +106,7 @@ class Chain:
             stop = unit + option.num_units
             forward = stage.entry_at(unit) + option.forward_bytes
             backward = option.held_bytes + option.transient_bytes + stage.gradients_at(stop - 1)
-            ticks = round(option.extra_seconds * self._ticks_per_second)
+            ticks = round(option.extra_seconds * self.ticks_per_second)
             arcs.append(Arc(unit, stop, choice, option.held_bytes, max(forward, backward), ticks))
         return arcs
 
@@ -268,10 +268,14 @@ class Search:
     def _narrow(self, unit: int, labels: _Labels) -> _Labels:
         if self._width is None or len(labels) <= self._width:
             return labels
-        order = np.argsort(labels.price, kind="stable")
-        lost = labels.price[order[self._width]] + self._to_end[unit]
-        self.best_dropped = min(self.best_dropped, float(lost))
-        return labels.take(np.sort(order[: self._width]))
+        by_price = np.argsort(labels.price, kind="stable")
+        best, rest = np.split(by_price, [self._width // 2])
+        # where bounds are nearly alike, it is labels of all sizes that lead to a good end
+        by_held = rest[np.argsort(labels.held[rest], kind="stable")]
+        spread = np.linspace(0, len(rest) - 1, self._width - len(best)).astype(np.int64)
+        lost = np.delete(by_held, spread)
+        self.best_dropped = min(self.best_dropped, float(labels.price[lost].min()) + self._to_end[unit])
+        return labels.take(np.sort(np.concatenate([best, by_held[spread]])))
 
     def _trace(self, kept: Sequence[_Labels], arrived: _Labels) -> Arrival:
         peaks = self._chain.num_waiting * arrived.held + arrived.reach

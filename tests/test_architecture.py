@@ -14,7 +14,19 @@ SOURCES = {path.stem: path.read_text() for path in (ROOT / "lightning_recompute"
 FOLDERS = ("lightning_recompute", "tests", "bench", "examples")
 TEXTS = {str(path.relative_to(ROOT)): path.read_text() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
 
-TORCH_FREE = {"plan", "policy", "cost", "planner", "units", "files", "errors", "version"}
+TORCH_FREE = {
+    "cost",
+    "errors",
+    "files",
+    "label_search",
+    "path_program",
+    "plan",
+    "planner",
+    "policy",
+    "schedules",
+    "units",
+    "version",
+}
 HOOK_OWNERS = {"frame", "discard"}
 FACING_LIGHTNING = {
     "callbacks",
