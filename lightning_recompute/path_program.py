@@ -15,7 +15,7 @@ from lightning_recompute.label_search import Arc, Arrival, Chain, Floats, Prices
 
 RELATIVE_GAP = 1e-4
 # a limit of nodes, not of time: the same answer on a busy machine
-_NODES = 200
+_NODES = 50
 # the solver may exceed a row by about 1e-6; then it is asked for a little less
 _SLACKS = (0.0, 1e-5)
 

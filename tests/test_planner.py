@@ -108,7 +108,7 @@ def test_the_integer_program_helps_where_too_many_paths_are_alike(monkeypatch: p
 
     monkeypatch.setattr(planner.PathProgram, "solve", watched)
     # fewer labels than the product has, so that the test stays short
-    monkeypatch.setattr(planner, "_MANY_LABELS", 24 * 200)
+    monkeypatch.setattr(planner, "_LABELS", (24 * 50, 24 * 200))
     choices = solve(stage, budget)
     assert len(asked) == 1
     assert peak_bytes(stage, choices) <= budget
