@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_recompute.capture import BlockCall, plain_storage
 from lightning_recompute.labels import find_targets
@@ -30,14 +30,57 @@ from lightning_recompute.lone_block import LoneBlock, alone, silenced
 from lightning_recompute.memory import open_meter
 from lightning_recompute.plan import Action, Keep, Selective
 from lightning_recompute.save_ops import GROUPS
+from lightning_recompute.throughput import own_formulas
 
 logger = logging.getLogger(__name__)
 
 # tells of every kernel that cannot run on fake tensors, with a traceback
-_FAKE_LOGGER = logging.getLogger(fake_tensor.__name__)
+FAKE_LOGGER = logging.getLogger(fake_tensor.__name__)
 
 NUM_RUNS = 5
 """Timed runs of each action; the median counts."""
+
+
+@dataclass(frozen=True)
+class Chained:
+    """What is different about a call whose input the block before has freed.
+
+    Attributes:
+        inner_bytes: What its graph holds, as in `Phases`.
+        given: Positions of the tensors it is given and holds.
+        again_bytes: What the input that is made again adds to the most in backward.
+    """
+
+    inner_bytes: int
+    given: frozenset[int]
+    again_bytes: int
+
+
+@dataclass(frozen=True)
+class Phases:
+    """What one call of a block takes in each phase of a step, to be put together with the rest of its model.
+
+    Attributes:
+        inner_bytes: What its graph holds between forward and backward, without any tensor that it is given or returns.
+        given: Positions of the tensors it is given and holds; of those that were there before the step none.
+        chained: The same if what it is given was made by a block that is treated alike and frees it.
+        made: Indices of the tensors it returns and holds itself.
+        cached_bytes: What is alive besides until the end of the model's forward: casts of weights in autocast's cache,
+            keys and values in a cache that no graph holds.
+        forward_bytes: The most in its forward, above what is there when it begins, its inputs included.
+        backward_bytes: The most in its backward, above what is there when it begins: what it holds, and the gradients
+            of what it returned. Gradients of its parameters are made on the way.
+        accumulating_bytes: The same where its parameters have gradients already.
+    """
+
+    inner_bytes: int
+    given: frozenset[int]
+    chained: Chained
+    made: frozenset[int]
+    cached_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    accumulating_bytes: int
 
 
 @dataclass(frozen=True)
@@ -56,6 +99,7 @@ class BlockCost:
         shared_bytes: Bytes of tensors that it holds and that other blocks are given too, by `BlockCall.shared`.
         fused_attention: Whether a fused kernel of attention ran.
         is_fake: Whether the run was on fake tensors.
+        phases: The same by phases of a step.
     """
 
     held_bytes: int
@@ -65,26 +109,30 @@ class BlockCost:
     shared_bytes: Mapping[int, int]
     fused_attention: bool
     is_fake: bool
+    phases: Phases
 
 
-def measure_bytes(call: BlockCall, action: Action, *, real: bool = True) -> BlockCost:
+def measure_bytes(call: BlockCall, action: Action, *, real: bool = True, exact: bool = False) -> BlockCost:
     """Measure the bytes of a block under an action.
 
     Args:
         call: The block's call.
         action: What is recomputed.
         real: Whether the block may run on real tensors where it cannot on fake ones. That takes the memory and time
-            of some forwards and a backward of the block.
+            of some forwards and backwards of the block.
+        exact: Run on real tensors at once, and count what the device's allocator says where it can be asked: that
+            sees what kernels allocate for themselves, which no operator returns. Needs `real`.
 
     Raises:
         ValueError: The action cannot be applied to the block.
         RuntimeError: The block cannot run on fake tensors, and not `real`; the cause tells why.
     """
     compiled = _is_compiled(call.module)
-    if not compiled:
+    assert real or not exact
+    if not compiled and not exact:
         try:
             fake = FakeTensorMode(allow_non_fake_inputs=True)
-            with silenced(_FAKE_LOGGER), alone(call, action, fake) as block:
+            with silenced(FAKE_LOGGER), alone(call, action, fake) as block:
                 return _measured(block, action, Ledger(call.device, fake=True))
         except Exception as error:  # whatever a kernel says of fake tensors; a real run repeats an error of the block
             if not real:
@@ -93,7 +141,7 @@ def measure_bytes(call: BlockCall, action: Action, *, real: bool = True) -> Bloc
     elif not real:
         raise RuntimeError(f"{call.name} is compiled and cannot run on fake tensors")
     # in compiled code a ledger sees no memory, the allocator does
-    meter = open_meter(call.device, reset=False) if compiled else Ledger(call.device, fake=False)
+    meter = open_meter(call.device, reset=exact) if compiled or exact else Ledger(call.device, fake=False)
     with contextlib.closing(meter), alone(call, action, None) as block:
         return _measured(block, action, meter)
 
@@ -120,6 +168,27 @@ def measure_seconds(call: BlockCall, actions: Sequence[Action], num_runs: int = 
                 block.step()
                 found.append(_now(call.device) - start)
     return [statistics.median(found) for found in times]
+
+
+def measure_flops(call: BlockCall, action: Action) -> int:
+    """Count the FLOPs of forward and backward of a block under an action, on fake tensors where it can run on those.
+
+    Args:
+        call: The block's call.
+        action: What is recomputed.
+    """
+
+    def count(fake: FakeTensorMode | None) -> int:
+        with silenced(FAKE_LOGGER), alone(call, action, fake) as block:
+            block.within(block.forward)  # the first run under a patch learns about the block
+            counter = FlopCounterMode(display=False, custom_mapping=own_formulas())
+            block.step(counter)
+            return counter.get_total_flops()
+
+    if not _is_compiled(call.module):
+        with contextlib.suppress(Exception):  # whatever a kernel says of fake tensors
+            return count(FakeTensorMode(allow_non_fake_inputs=True))
+    return count(None)
 
 
 def _now(device: torch.device) -> float:
@@ -151,37 +220,56 @@ class _Held:
     input_bytes: int
     output_bytes: int
     shared_bytes: dict[int, int]
+    given: frozenset[int]
+    made: frozenset[int]
+    inner_bytes: int
+    cached_bytes: int
+    forward_bytes: int
     peak_bytes: int = 0
+    backward_bytes: int = 0
 
 
 def _measured(block: LoneBlock, action: Action, meter: Meter) -> BlockCost:
     call = block.call
     kernels = _Kernels()
 
-    def run() -> tuple[_Held, int]:
+    def run() -> tuple[_Held, _Held, _Held]:
         with kernels:
             if not isinstance(action, Keep):
                 block.forward()  # the first run under a patch learns about the block, and copies its inputs to do so
             if not isinstance(meter, Ledger):
                 gc.collect()  # what is left of earlier runs would be freed inside
-            held = _count(block, meter, {})
-            chained = held.num_bytes - min(held.output_bytes, held.input_bytes)
+            first = _count(block, meter, {})
+            again = _count(block, meter, {})
+            following = again
             if call.chain and _frees_outputs(call, action):
-                chain = _chain(call, block.forward())
-                following = _count(block, meter, chain)
-                # an output that the block before holds itself is among its own bytes
-                chained = following.num_bytes + (0 if held.output_bytes else following.input_bytes)
-            return held, chained
+                following = _count(block, meter, _chain(call, block.forward()))
+            return first, again, following
 
-    held, chained = block.within(run)
+    held, again, following = block.within(run)
+    if following is again:
+        chained_bytes = held.num_bytes - min(held.output_bytes, held.input_bytes)
+    else:  # an output that the block before holds itself is among its own bytes
+        chained_bytes = following.num_bytes + (0 if held.output_bytes else following.input_bytes)
+    phases = Phases(
+        held.inner_bytes,
+        held.given,
+        Chained(following.inner_bytes, following.given, max(following.backward_bytes - again.backward_bytes, 0)),
+        held.made,
+        held.cached_bytes,
+        held.forward_bytes,
+        held.backward_bytes,
+        again.backward_bytes,
+    )
     return BlockCost(
         held.num_bytes,
-        chained,
+        chained_bytes,
         held.peak_bytes,
         storage_bytes(p for p in call.module.parameters() if p.requires_grad),
         held.shared_bytes,
         kernels.fused_attention,
         block.is_fake,
+        phases,
     )
 
 
@@ -195,7 +283,7 @@ def _chain(call: BlockCall, made: Sequence[Tensor]) -> dict[int, Tensor]:
 
 
 def _count(block: LoneBlock, meter: Meter, chain: dict[int, Tensor]) -> _Held:
-    """Count one forward, and its backward if it follows no other.
+    """Count one forward and its backward.
 
     Args:
         block: The block.
@@ -209,35 +297,56 @@ def _count(block: LoneBlock, meter: Meter, chain: dict[int, Tensor]) -> _Held:
     positions = range(len(call.tensors))
     given = {position: block.given(position) for position in call.shared} | chain
     own = [position for position in positions if position not in given and position not in call.free]
+    earlier = {position: given[position] for position in given.keys() - call.free}
+    meter.count(earlier.values())  # an allocator has counted them
+    earlier_bytes = storage_bytes(earlier.values())
     before = meter.live_bytes
     given |= {position: block.given(position) for position in positions if position not in given}
     meter.count(given[position] for position in own)
-    inputs = [_alive(given[position]) for position in chain or own]
-    shared = {call.shared[position]: _alive(given[position]) for position in call.shared.keys() - call.free}
+    start = meter.live_bytes
+    alive = {position: _alive(given[position]) for position in positions if position not in call.free}
     addresses = {plain_storage(tensor)._cdata for tensor in given.values()}
-    chained = bool(chain)
+    inputs = [alive[position] for position in chain or own if position in alive]
+    still = [alive[position] for position in earlier]
+    earlier.clear()
+    # where the backward of a chained forward goes on into the one before
+    passed: list[int] = []
+    for position in chain:
+        chain[position].register_hook(lambda gradient: passed.append(meter.peak_bytes))
+    shared = {call.shared[position]: alive[position] for position in call.shared.keys() - call.free}
     chain.clear()
     with meter.watching(), _young_objects():
         meter.reset_peak()
-        made = block.forward([given.pop(position) for position in positions])
+        filled: list[int] = []
+        made = block.forward([given.pop(position) for position in positions], lambda: filled.append(meter.live_bytes))
+        cached = filled[0] - meter.live_bytes
+        forward_peak = meter.peak_bytes
         meter.count(_random_states())
         new = {index: tensor for index, tensor in enumerate(made) if plain_storage(tensor)._cdata not in addresses}
-        returned = {call.returned[index]: _alive(new[index]) for index in new.keys() & call.returned.keys()}
-        outputs = [_alive(tensor) for index, tensor in new.items() if index not in call.returned]
-        ends = [tensor for tensor in made if tensor.grad_fn is not None]
+        kept = {index: _alive(tensor) for index, tensor in new.items()}
+        end = block.end(made)
+        gradients = sum(tensor.nbytes for tensor in made if tensor.grad_fn is not None)
         del made, new
-        edges = [get_gradient_edge(tensor) for tensor in ends]
-        shapes = [torch.empty_like(tensor, device="meta") for tensor in ends]
-        del ends
+        returned = {call.returned[index]: kept[index] for index in kept.keys() & call.returned.keys()}
+        num_bytes = meter.live_bytes - before - storage_bytes([end])
+        num_bytes += earlier_bytes - sum(ask() for ask in still)
         held = _Held(
-            meter.live_bytes - before - sum(ask() for ask in returned.values()),
+            num_bytes - sum(ask() for ask in returned.values()),
             sum(ask() for ask in inputs),
-            sum(ask() for ask in outputs),
+            sum(ask() for index, ask in kept.items() if index not in call.returned),
             {number: ask() for number, ask in (shared | returned).items() if ask()},
+            frozenset(position for position, ask in alive.items() if ask()),
+            frozenset(index for index, ask in kept.items() if ask()),
+            num_bytes - sum(alive[position]() for position in own) - sum(ask() for ask in kept.values()),
+            cached,
+            forward_peak - start,
         )
-        if not chained:
-            block.backward(edges, [torch.ones_like(shape, device=call.device) for shape in shapes])
-            held.peak_bytes = meter.peak_bytes - before
+        level = meter.live_bytes + gradients
+        meter.reset_peak()
+        block.backward(end)
+        backward_peak = max(passed) if passed else meter.peak_bytes
+        held.backward_bytes = backward_peak - level
+        held.peak_bytes = max(forward_peak, backward_peak) - before
     return held
 
 

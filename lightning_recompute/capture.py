@@ -6,6 +6,7 @@ gradients. One call of each kind of block is kept, so that `block_cost` can make
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -67,9 +68,7 @@ class BlockCall:
         self._leaves: list[Any] = []
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
-                # a cache is filled by the block: each run gets its own
-                is_cache = hasattr(leaf, "get_seq_length") and hasattr(leaf, "update")
-                self._leaves.append(FreshCopy(leaf) if is_cache else leaf)
+                self._leaves.append(FreshCopy(leaf) if is_cache(leaf) else leaf)
                 continue
             if id(leaf) not in positions:
                 positions[id(leaf)] = len(self.tensors)
@@ -156,37 +155,23 @@ def capture_calls(module: nn.Module, run: Run, block_lists: Sequence[BlockList])
     Raises:
         ValueError: No block was called so that backward would come to it.
     """
-    blocks = [block for block_list in block_lists for block in block_list.blocks]
-    names = [name for block_list in block_lists for name in block_list.names]
     forward = run if callable(run) else functools.partial(module, *run[0], **run[1])
     recorder = _Recorder()
-    parameters = list(module.parameters())
-    former = [(parameter.grad, parameter.requires_grad) for parameter in parameters]
-    with ExitStack() as stack:
-        stack.enter_context(preserved_rng([*parameters, *module.buffers()]))
-        stack.enter_context(ModuleState(module, None).restored(module, frozenset()))
+    with undone(module, block_lists) as stack:
         observers: set[int] = set()
         stack.enter_context(watch_hooks(module, observers))
-        for found in stand_in_for(module, blocks, names):
-            stack.callback(found.remove)
-        for block, name in {id(block): (block, name) for block, name in zip(blocks, names, strict=True)}.values():
+        for block, name in distinct_blocks(block_lists):
             stack.callback(Patch(block, recorded_forward, recorder, name).remove)
         # an open frame keeps no tensor that autograd saves, and this one only leaves when asked for one
         frame = Frame()
         frame.close_tape(frame.open_tape("capture", _leave, ()), ())
-        device = next((parameter.device for parameter in parameters), torch.device("cpu"))
+        device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         recorder.ledger = stack.enter_context(Ledger(device))
         stack.callback(recorder.ledger.close)
         stack.enter_context(frame.packing())
         stack.enter_context(torch.enable_grad())
-        try:
+        with contextlib.suppress(_Left):
             forward()
-        except _Left:
-            pass
-        finally:
-            for parameter, (gradient, requires_grad) in zip(parameters, former, strict=True):
-                parameter.grad = gradient
-                parameter.requires_grad_(requires_grad)  # several optimizers take turns by it
     if not recorder.capture.kinds:
         raise ValueError(
             f"no block of {', '.join(map(str, block_lists))} was called with gradients in the forward that was run: "
@@ -199,6 +184,39 @@ def capture_calls(module: nn.Module, run: Run, block_lists: Sequence[BlockList])
 
 def _leave() -> None:
     raise _Left
+
+
+@contextmanager
+def undone(module: nn.Module, block_lists: Sequence[BlockList]) -> Iterator[ExitStack]:
+    """Surrounds a run of a model that is to leave no trace, and in which its blocks do not recompute themselves.
+
+    Put back are random streams, buffers, statistics, attributes, training flags, gradients and which parameters need
+    one. What a run does outside of the module (prints, files) stays.
+
+    Args:
+        module: The model.
+        block_lists: Where its blocks are.
+
+    Yields:
+        A stack for what is to be taken back before.
+    """
+    parameters = list(module.parameters())
+    with ExitStack() as stack:
+        stack.enter_context(preserved_rng([*parameters, *module.buffers()]))
+        stack.enter_context(ModuleState(module, None).restored(module, frozenset()))
+        for parameter in parameters:
+            stack.callback(setattr, parameter, "grad", parameter.grad)
+            stack.callback(parameter.requires_grad_, parameter.requires_grad)  # several optimizers take turns by it
+        blocks, names = zip(*distinct_blocks(block_lists), strict=True)
+        for found in stand_in_for(module, blocks, names):
+            stack.callback(found.remove)
+        yield stack
+
+
+def distinct_blocks(block_lists: Sequence[BlockList]) -> list[tuple[nn.Module, str]]:
+    """The blocks of all lists, each once, with their names."""
+    pairs = [pair for found in block_lists for pair in zip(found.blocks, found.names, strict=True)]
+    return list({id(block): (block, name) for block, name in pairs}.values())
 
 
 @contextmanager
@@ -296,6 +314,11 @@ class _Recorder:
         self._last_returned = made
         if call is not None:
             self._returned += [(call, index, reference) for index, (reference, _) in enumerate(made)]
+
+
+def is_cache(leaf: Any) -> bool:
+    """Whether an argument is a key-value cache, which a block fills: each run gets its own."""
+    return hasattr(leaf, "get_seq_length") and hasattr(leaf, "update")
 
 
 def plain_storage(tensor: Tensor) -> torch.UntypedStorage:

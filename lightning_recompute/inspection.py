@@ -180,17 +180,19 @@ class Costs:
 
     Args:
         real: Whether a block may run on real tensors; see `measure_bytes`.
+        exact: Whether it runs on those at once; see `measure_bytes`.
     """
 
-    def __init__(self, *, real: bool = True) -> None:
+    def __init__(self, *, real: bool = True, exact: bool = False) -> None:
         self._real = real
+        self._exact = exact
         self._known: dict[tuple[int, Action], tuple[BlockCall, BlockCost]] = {}
 
     def of(self, call: BlockCall, action: Action) -> BlockCost:
         """The cost of a call under an action."""
         key = (id(call), action)
         if key not in self._known:
-            self._known[key] = call, measure_bytes(call, action, real=self._real)
+            self._known[key] = call, measure_bytes(call, action, real=self._real, exact=self._exact)
         return self._known[key][1]
 
 
@@ -284,7 +286,9 @@ def total_peak_bytes(capture: Capture, costs: Sequence[BlockCost]) -> int:
     peak = 0
     later: dict[str, int] = {}
     for position, (index, name) in reversed(list(enumerate(zip(capture.order, capture.names, strict=True)))):
-        own = costs[index].peak_bytes - _freed_by_chain(capture, costs, position)
+        own = costs[index].peak_bytes
+        if not costs[index].phases.chained.again_bytes:  # an input that was freed is made again
+            own -= _freed_by_chain(capture, costs, position)
         later.pop(name, None)
         peak = max(peak, _held_before(capture, costs, position) + own + sum(later.values()))
         later[name] = costs[index].gradient_bytes

@@ -10,15 +10,16 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
-from lightning_recompute.capture import BlockCall, preserved_rng, recorded_forward, tensors_in
+from lightning_recompute.capture import BlockCall, is_cache, preserved_rng, recorded_forward, tensors_in
 from lightning_recompute.discard import freeing_forward, recognising_forward
 from lightning_recompute.patch import Original
 from lightning_recompute.plan import Action, Keep, RecomputePlan, Segment
@@ -101,14 +102,15 @@ def _nothing(record: logging.LogRecord) -> bool:
     return False
 
 
-class _Stage(nn.Module):
-    """Runs a function while its block has other parameters and buffers."""
+class Stage(nn.Module):
+    """Runs a function while its block, any module, has other parameters and buffers: by `functional_call`."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
 
     def forward(self, function: Callable[[], Any]) -> Any:
+        """Run the function."""
         return function()
 
 
@@ -122,6 +124,20 @@ class _Made(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
         return None, None
+
+
+class _End(torch.autograd.Function):
+    """Makes the gradients of tensors as later blocks would: nobody but autograd holds them."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.likes = [torch.empty_like(tensor, device="meta") for tensor in tensors]
+        ctx.device = tensors[0].device
+        return torch.zeros((), device=ctx.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.ones_like(like, device=ctx.device) for like in ctx.likes)
 
 
 def _fresh(tensor: Tensor) -> Tensor:
@@ -148,7 +164,7 @@ class LoneBlock:
     def __init__(self, call: BlockCall, fake: FakeTensorMode | None) -> None:
         self.call = call
         self._fake = fake
-        self._stage = _Stage(call.module)
+        self._stage = Stage(call.module)
         self._values = [self._detached(tensor) for tensor in call.tensors]
         self._parameters = {
             f"block.{name}": nn.Parameter(self._detached(parameter), parameter.requires_grad)
@@ -181,33 +197,50 @@ class LoneBlock:
             return made
         return value.detach() if position in self.call.free else _fresh(value)
 
-    def forward(self, given: Sequence[Tensor] | None = None) -> list[Tensor]:
+    def forward(
+        self, given: list[Tensor] | None = None, before_clearing: Callable[[], object] = lambda: None
+    ) -> list[Tensor]:
         """Run forward.
 
         Args:
-            given: Tensors in place of the call's. None: fresh ones.
+            given: Tensors in place of the call's; the list is emptied. None: fresh ones.
+            before_clearing: Called at the end, when caches are still filled: autocast's of cast weights, and a cache of
+                keys and values.
 
         Returns:
             The tensors in its output.
         """
-        args, kwargs = self.call.arguments(given or [self.given(index) for index in range(len(self._values))])
+        given = given or [self.given(index) for index in range(len(self._values))]
+        args, kwargs = self.call.arguments(given)
+        given.clear()
         # inside somebody's autocast its cache of cast weights would outlive this forward
         torch.clear_autocast_cache()
-        with torch.enable_grad():
+        # around the model's own autocast, at whose end the cache would be cleared
+        with torch.enable_grad(), torch.autocast(self.call.device.type, enabled=False):
             result = self.call.surroundings.run(self.call.module, args, kwargs)
+            filled = [leaf for leaf in tree_leaves((args, kwargs)) if is_cache(leaf)]
+            del args, kwargs
+            before_clearing()
+            del filled
         torch.clear_autocast_cache()
         return tensors_in(result)
 
-    def backward(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+    def end(self, made: Sequence[Tensor]) -> Tensor:
+        """A scalar to run backward from. It keeps the graph of what was made, not the tensors."""
+        apply: Any = _End.apply  # it carries no types
+        end: Tensor = apply(*(tensor for tensor in made if tensor.grad_fn is not None))
+        return end
+
+    def backward(self, end: Tensor) -> None:
         """Run backward as it is run in training: without autocast."""
         with torch.autocast("cpu", enabled=False), torch.autocast(self.call.device.type, enabled=False):
-            torch.autograd.backward(edges, gradients)
+            torch.autograd.backward(end)
 
-    def step(self) -> None:
-        """Run forward and backward."""
+    def step(self, mode: AbstractContextManager[object] | None = None) -> None:
+        """Run forward and backward, inside a dispatch mode if one is given."""
 
         def run() -> None:
-            ends = [tensor for tensor in self.forward() if tensor.grad_fn is not None]
-            self.backward([get_gradient_edge(tensor) for tensor in ends], [torch.ones_like(tensor) for tensor in ends])
+            with mode or contextlib.nullcontext():
+                self.backward(self.end(self.forward()))
 
         self.within(run)

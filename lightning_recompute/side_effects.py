@@ -38,12 +38,12 @@ def quiet_in_replay(module: nn.Module) -> Iterator[Patch]:
         if _derives_from(part, "torchmetrics.metric", "Metric"):
             yield Patch(part, skipped_in_replay, attribute="update")
             yield Patch(part, remembered_in_replay)
-        elif _is_lightning_module(part) and getattr(part, "_compiler_ctx", None) is None:
+        elif is_lightning_module(part) and getattr(part, "_compiler_ctx", None) is None:
             yield Patch(part, skipped_in_replay, attribute="log")
 
 
-def _is_lightning_module(part: nn.Module) -> bool:
-    # of either package, without importing one
+def is_lightning_module(part: nn.Module) -> bool:
+    """Whether a module is a LightningModule of either package; it imports neither."""
     return any(
         _derives_from(part, f"{package}.core.module", "LightningModule")
         for package in ("lightning.pytorch", "pytorch_lightning")

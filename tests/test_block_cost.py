@@ -194,8 +194,8 @@ class PostNorm(nn.Module):
 
 @pytest.mark.parametrize(
     ("block", "action", "tolerance"),
-    # the norm of the block before is made again with its statistics
-    [(Residual, Full(), 0), (PostNorm, Selective(("norm",)), 2 * 64 * 8 * 4)],
+    # a replay has copies of buffers; the norm of the block before is made again with its statistics
+    [(Residual, Full(), 128), (PostNorm, Selective(("norm",)), 512)],
 )
 def test_what_two_blocks_hold_counts_once(block: type[nn.Module], action: Action, tolerance: int) -> None:
     model = seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Sequential(*(block() for _ in range(4)))))
@@ -205,9 +205,9 @@ def test_what_two_blocks_hold_counts_once(block: type[nn.Module], action: Action
     for each in (Keep(), action):
         costs = [measure_bytes(kind.call, each) for kind in capture.kinds]
         with apply_recompute(model, RecomputePlan(tuple(Segment(index, index + 1, each) for index in range(4)))):
-            model(x).sum().backward()
+            model(x).neg().sum().backward()
             model.zero_grad()
-            step = measure_step(lambda: model(x).sum())
+            step = measure_step(lambda: model(x).neg().sum())
         model.zero_grad()
         held.append(step.held_bytes - total_held_bytes(capture, costs))
         peak.append(step.peak_bytes - total_peak_bytes(capture, costs))

@@ -1,0 +1,301 @@
+"""From a module and a budget in bytes to the fastest plan that keeps it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_recompute.blocks import find_blocks
+from lightning_recompute.cost import Choices, extra_seconds, peak_bytes
+from lightning_recompute.errors import BudgetError
+from lightning_recompute.forecast import Forecast, ParallelSizes, StageForecast, stage_forecast
+from lightning_recompute.patch import Patch
+from lightning_recompute.plan import Keep, RecomputePlan, Segment
+from lightning_recompute.planner import smallest_peak, solve
+from lightning_recompute.policy import RecomputePolicy
+from lightning_recompute.profiling import Profile, profile_step
+from lightning_recompute.side_effects import is_lightning_module
+from lightning_recompute.stage_options import Candidate, Prices, StageOptions, candidates, stage_options
+from lightning_recompute.units import format_bytes, parse_bytes
+
+logger = logging.getLogger(__name__)
+
+_ROUNDS = 16
+
+
+def plan_recompute(
+    module: nn.Module,
+    batch: Any,
+    memory_budget: str | int,
+    *,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    blocks: str | Sequence[str] | None = None,
+    parallel: ParallelSizes | None = None,
+    accumulate: int = 1,
+    prices: Prices | None = None,
+) -> Forecast:
+    """Find the plan that costs least time and keeps a budget.
+
+    The step is measured on the batch; module, gradients, optimizer and random streams are afterwards what they were.
+
+    Args:
+        module: A LightningModule, of which `training_step(batch, 0)` runs, or any module, which is called with the
+            batch (a mapping as keywords, a tuple or list as positional arguments). In training mode, on its device.
+        batch: One batch as it comes to training, on that device.
+        memory_budget: Bytes that the peak of a step may have, parameters, gradients and optimizer state included:
+            `"22GiB"`, or a number.
+        optimizer: What trains the module. None: it has no state.
+        blocks: Where the blocks are; see `find_blocks`.
+        parallel: Sizes of the parallel groups; None: one device.
+        accumulate: Batches to an optimizer step.
+        prices: Count time by these. None: blocks are timed on the module's device.
+
+    Returns:
+        The plan and what it will need.
+
+    Raises:
+        BudgetError: No plan keeps the budget; the message says what the smallest peak is and consists of.
+        ValueError: The budget is no size, or the model's blocks cannot be found or measured.
+    """
+    budget_bytes = parse_bytes(memory_budget)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    parallel = parallel or ParallelSizes()
+    gradient_bytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    profile = profile_batch(
+        module,
+        batch,
+        blocks=blocks,
+        optimizers=optimizers,
+        accumulating=accumulate > 1,
+        # the buckets that gradients are averaged in
+        other_bytes=gradient_bytes if parallel.data > 1 else 0,
+    )
+    return forecast_within(profile, budget_bytes, prices=prices)
+
+
+def profile_batch(
+    module: nn.Module,
+    batch: Any,
+    *,
+    step: Callable[[], object] | None = None,
+    blocks: str | Sequence[str] | None = None,
+    optimizers: Iterable[Optimizer] = (),
+    accumulating: bool = False,
+    other_bytes: int = 0,
+) -> Profile:
+    """Measure a module's step on a batch.
+
+    Args:
+        module: See `plan_recompute`.
+        batch: The batch.
+        step: Runs the step's forward and returns its loss. None: made from module and batch, as `plan_recompute`
+            says.
+        blocks: Where the blocks are.
+        optimizers: What trains the module.
+        accumulating: Whether an optimizer step follows several backward passes.
+        other_bytes: What else is there all the time.
+    """
+    run = step or _step(module, batch)
+    with ExitStack() as stack:
+        if is_lightning_module(module):  # nothing is trained, so nothing is logged
+            for name in ("log", "log_dict"):
+                stack.callback(Patch(module, _ignored, attribute=name).remove)
+        return profile_step(
+            module,
+            run,
+            find_blocks(module, blocks),
+            optimizers=optimizers,
+            batch=batch,
+            accumulating=accumulating,
+            other_bytes=other_bytes,
+        )
+
+
+def _step(module: nn.Module, batch: Any) -> Callable[[], object]:
+    if is_lightning_module(module):
+        training_step: Any = module.training_step
+        return lambda: training_step(batch, 0)
+    if isinstance(batch, Mapping):
+        return lambda: module(**batch)
+    if isinstance(batch, tuple | list):
+        return lambda: module(*batch)
+    return lambda: module(batch)
+
+
+def _ignored(original: Any, /, *args: Any, **kwargs: Any) -> None:
+    """In place of `log`."""
+
+
+def forecast_within(profile: Profile, budget_bytes: int, *, prices: Prices | None = None) -> Forecast:
+    """Find the plan that costs least time and keeps a budget, from what was measured.
+
+    Args:
+        profile: What was measured.
+        budget_bytes: The budget.
+        prices: Count time by these. None: blocks are timed on their device.
+
+    Raises:
+        BudgetError: No plan keeps the budget.
+    """
+    found = candidates(profile, prices)
+    search = _Search(profile, found)
+    choices = search.fastest(budget_bytes)
+    plan = search.plan(choices)
+    seconds = extra_seconds(search.options.stage, choices)
+    return Forecast(plan, budget_bytes, (stage_forecast(profile, plan, seconds),), profile, found)
+
+
+def pareto_plans(forecast: Forecast, num_points: int = 12) -> list[tuple[StageForecast, RecomputePlan]]:
+    """The plans between the smallest peak and the fastest step, for a curve.
+
+    Args:
+        forecast: Of one of them; nothing is measured anew.
+        num_points: Budgets tried, evenly spaced.
+
+    Returns:
+        What each needs, and the plan; peaks go up, seconds down.
+    """
+    search = _Search(forecast.profile, forecast.candidates)
+    least = search.leanest()
+    least_bytes = search.exact(least)
+    most_bytes = forecast.profile.peak_bytes(everything_kept(forecast.profile))
+    points: list[tuple[StageForecast, RecomputePlan]] = []
+    for point in range(num_points):
+        budget = least_bytes + max(most_bytes - least_bytes, 0) * point // max(num_points - 1, 1)
+        choices = search.fastest(budget)
+        plan = search.plan(choices)
+        stage = stage_forecast(forecast.profile, plan, extra_seconds(search.options.stage, choices))
+        if not points or stage.extra_seconds < points[-1][0].extra_seconds:
+            points.append((stage, plan))
+    return points
+
+
+def policy_forecasts(forecast: Forecast, policies: Mapping[str, RecomputePolicy]) -> dict[str, StageForecast]:
+    """What named settings would need on the same model.
+
+    Args:
+        forecast: Holds what was measured.
+        policies: Settings by name; one that the model does not admit is left out.
+    """
+    found = {}
+    profile = forecast.profile
+    for name, policy in policies.items():
+        try:
+            plan = policy.plan([len(span) for span in profile.spans])
+            actions = profile.actions(plan)
+            profile.time([*dict.fromkeys(actions)])
+            seconds = sum(
+                profile.seconds(call, action) - profile.seconds(call, Keep()) for call, action in enumerate(actions)
+            )
+            found[name] = stage_forecast(profile, plan, seconds)
+        except ValueError as error:
+            logger.debug("%s: %s", name, error)
+    return found
+
+
+def everything_kept(profile: Profile) -> RecomputePlan:
+    """The plan that recomputes nothing."""
+    return RecomputePlan((Segment(0, profile.num_blocks, Keep()),))
+
+
+class _Search:
+    """Asks the planner, and checks what it says against the exact bytes of the profile."""
+
+    def __init__(self, profile: Profile, found: Sequence[Sequence[Candidate]]) -> None:
+        self.profile = profile
+        self.options: StageOptions = stage_options(
+            profile, found, 0, profile.num_blocks, static_bytes=profile.statics.num_bytes
+        )
+
+    def plan(self, choices: Choices) -> RecomputePlan:
+        return RecomputePlan(tuple(self.options.segments(choices)))
+
+    def exact(self, choices: Choices) -> int:
+        return self.profile.peak_bytes(self.plan(choices))
+
+    def leanest(self) -> Choices:
+        """The choices of the smallest peak that was found."""
+        tried = [smallest_peak(self.options.stage)]
+        for block_options in (_last, _first):  # the leanest single option everywhere, or keeping everything
+            tried.append(tuple(block_options(options) for options in self.options.stage.options))
+        return min(tried, key=self.exact)
+
+    def fastest(self, budget_bytes: int) -> Choices:
+        """The choices of least time within a budget.
+
+        The planner's rows are sums. Where the exact peak of its answer is another, the difference goes into the row it
+        was in, and the planner is asked again.
+        """
+        stage = self.options.stage
+        least = self.leanest()
+        least_bytes = self.exact(least)
+        if least_bytes > budget_bytes:
+            raise BudgetError(_why_none(self.profile, self.plan(least), budget_bytes))
+        best, best_seconds = least, extra_seconds(stage, least)
+        head_bytes, static_bytes = 0, 0
+        tried: set[Choices] = set()
+        for _ in range(_ROUNDS):
+            asked = replace(
+                stage,
+                head_bytes=max(stage.head_bytes + head_bytes, 0),
+                static_bytes=max(stage.static_bytes + static_bytes, 0),
+            )
+            try:
+                choices = solve(asked, max(budget_bytes, asked.floor_bytes))
+            except BudgetError:
+                break
+            exact, seconds = self.exact(choices), extra_seconds(stage, choices)
+            if exact <= budget_bytes and seconds < best_seconds:
+                best, best_seconds = choices, seconds
+            if choices in tried:
+                break
+            tried.add(choices)
+            off = exact - peak_bytes(asked, choices)
+            if exact > budget_bytes:
+                level = max(self.profile.levels(self.plan(choices)), key=lambda level: level.num_bytes)
+                if level.moment.in_backward:
+                    static_bytes += exact - budget_bytes
+                else:
+                    head_bytes += exact - budget_bytes
+            elif off < 0 and seconds > 0:  # the rows promise too much, a faster plan may fit
+                static_bytes += off
+            else:
+                break
+        return best
+
+
+def _last(options: Sequence[object]) -> int:
+    return max(index for index, option in enumerate(options) if getattr(option, "num_units", 1) == 1)
+
+
+def _first(options: Sequence[object]) -> int:
+    return 0
+
+
+def _why_none(profile: Profile, plan: RecomputePlan, budget_bytes: int) -> str:
+    """That no plan fits, what the smallest peak consists of, and what would help."""
+    stage = stage_forecast(profile, plan)
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in stage.breakdown.items() if size)
+    kept = stage_forecast(profile, everything_kept(profile))
+    lines = [
+        f"memory_budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes): no plan keeps it. The smallest peak "
+        f"of a step is {format_bytes(stage.peak_bytes)} ({stage.peak_bytes} bytes), at: {stage.moment}. It consists "
+        f"of {parts}",
+    ]
+    if kept.peak_bytes - stage.peak_bytes < 0.01 * kept.peak_bytes or "head" in stage.moment:
+        what = "the head and loss set the peak" if "head" in stage.moment else f"the peak is set by: {stage.moment}"
+        lines.append(
+            f"{what}, which recompute of blocks does not change (without any it is {format_bytes(kept.peak_bytes)})"
+        )
+    lines.append(
+        f"Cures: a budget of at least {stage.peak_bytes} bytes; a smaller batch with accumulate_grad_batches (or "
+        "shorter sequences), which shrinks everything but parameters, gradients and optimizer; precision='bf16-mixed' "
+        "or an optimizer with less state; more devices"
+    )
+    return ". ".join(lines)

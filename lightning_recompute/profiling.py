@@ -1,0 +1,298 @@
+"""What a model's step needs under any plan: measured once, on one batch, without a trace.
+
+Two forwards and one backward of the model run with its blocks' graphs left out (`capture`, `skeleton`), and each
+distinct block runs alone under each action (`block_cost`), on fake tensors where it can. `Profile.levels` puts them
+together for a plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lightning_recompute.block_cost import measure_flops, measure_seconds
+from lightning_recompute.blocks import BlockList
+from lightning_recompute.capture import BlockCall, Capture, capture_calls
+from lightning_recompute.inspection import Costs
+from lightning_recompute.ledger import storage_bytes, storages
+from lightning_recompute.optimizer_cost import OptimizerCost, measure_optimizers
+from lightning_recompute.plan import Action, Full, Keep, RecomputePlan, SaveOps
+from lightning_recompute.skeleton import run_skeleton
+from lightning_recompute.timeline import CallCost, Level, Skeleton, levels
+
+
+@dataclass(frozen=True)
+class Statics:
+    """What is there during the whole step.
+
+    Attributes:
+        parameters_bytes: Parameters and buffers, each storage once.
+        optimizer_bytes: Optimizer state from the second step on.
+        batch_bytes: The batch.
+        other_bytes: What else was said to be there, such as the buckets of data-parallel gradients.
+    """
+
+    parameters_bytes: int
+    optimizer_bytes: int
+    batch_bytes: int
+    other_bytes: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it."""
+        return self.parameters_bytes + self.optimizer_bytes + self.batch_bytes + self.other_bytes
+
+
+class Profile:
+    """The measured parts of a model's step.
+
+    Args:
+        block_lists: The model's block lists; indices of plans run on through them.
+        capture: How its blocks are called.
+        skeleton: What it holds outside of them.
+        accumulating: The same where gradients are there already; None where they never are when backward begins.
+        statics: What is there all the time.
+        optimizer: What the optimizer needs.
+        costs: Measures the blocks.
+
+    Attributes:
+        names: Names of the blocks in all lists.
+        spans: For each list the indices of its blocks in plans.
+    """
+
+    def __init__(
+        self,
+        block_lists: Sequence[BlockList],
+        capture: Capture,
+        skeleton: Skeleton,
+        accumulating: Skeleton | None,
+        statics: Statics,
+        optimizer: OptimizerCost,
+        costs: Costs,
+    ) -> None:
+        self.block_lists = tuple(block_lists)
+        self.capture = capture
+        self.skeleton = skeleton
+        self.accumulating = accumulating
+        self.statics = statics
+        self.optimizer = optimizer
+        self.costs = costs
+        names = [name for block_list in block_lists for name in block_list.names]
+        self.names = tuple(names)
+        self._index = {name: index for index, name in reversed(list(enumerate(names)))}
+        starts = [0, *itertools.accumulate(len(block_list) for block_list in block_lists)]
+        self.spans = tuple(range(start, stop) for start, stop in itertools.pairwise(starts))
+        self._first_given: dict[int, int] = {}
+        for call, passage in enumerate(skeleton.passages):
+            for number in passage.given:
+                self._first_given.setdefault(number, call)
+        self._seconds: dict[tuple[int, Action], float] = {}
+        self._flops: dict[tuple[int, Action], int] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in all lists."""
+        return len(self.names)
+
+    def calls_of(self, block: int) -> list[int]:
+        """Numbers of the calls of a block, by its index in a plan; none if backward does not come to it."""
+        return [call for call, name in enumerate(self.capture.names) if self._index[name] == block]
+
+    def block_of(self, call: int) -> int:
+        """Index in a plan of the block of a call."""
+        return self._index[self.capture.names[call]]
+
+    def first_given(self, number: int) -> int | None:
+        """The first call that is given a tensor, by the tensor's number in the skeleton; None if none is."""
+        return self._first_given.get(number)
+
+    # ---- bytes
+
+    def levels(self, plan: RecomputePlan) -> Iterator[Level]:
+        """Bytes at each moment of a step under a plan, without the statics; of the heavier step where two differ.
+
+        Args:
+            plan: For all of the model's blocks.
+        """
+        former = self.accumulating is None
+        yield from levels(self.skeleton, self.call_costs(plan), self.units(plan), former_gradients=True)
+        if not former:
+            assert self.accumulating is not None
+            costs = self.call_costs(plan, accumulating=True)
+            yield from levels(self.accumulating, costs, self.units(plan), accumulating=True)
+
+    def peak_bytes(self, plan: RecomputePlan) -> int:
+        """The peak of a step under a plan, statics and the optimizer's step included."""
+        return self.statics.num_bytes + max(max(level.num_bytes for level in self.levels(plan)), self.optimizer_bytes)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """The most in the optimizer's step, without the statics."""
+        return self.skeleton.gradient_bytes + self.optimizer.transient_bytes
+
+    def actions(self, plan: RecomputePlan) -> list[Action]:
+        """What a plan does to each call."""
+        by_block = [segment.action for segment in plan.segments for _ in range(segment.start, segment.stop)]
+        return [by_block[self._index[name]] for name in self.capture.names]
+
+    def units(self, plan: RecomputePlan) -> list[tuple[int, ...]]:
+        """Calls that a plan recomputes together, where those are several: once for each time that they follow."""
+        found = []
+        for segment in plan.segments:
+            if isinstance(segment.action, Full | SaveOps) and segment.stop - segment.start > 1:
+                rounds = [self.calls_of(block) for block in range(segment.start, segment.stop)]
+                found += list(zip(*(calls for calls in rounds if calls), strict=False))
+        return found
+
+    def call_costs(self, plan: RecomputePlan, *, accumulating: bool = False) -> list[CallCost]:
+        """What each call adds under a plan."""
+        actions = self.actions(plan)
+        costs = [self.call_cost(call, actions, accumulating=accumulating) for call in range(len(actions))]
+        for unit in self.units(plan):
+            for call, cost in zip(unit, self._unit_costs(unit, actions, accumulating), strict=True):
+                costs[call] = cost
+        return costs
+
+    def call_cost(self, call: int, actions: Sequence[Action], *, accumulating: bool = False) -> CallCost:
+        """What a call adds under the actions of a plan, as a unit of its own."""
+        cost = self.costs.of(self.kind_of(call), actions[call])
+        phases = cost.phases
+        passage = self.skeleton.passages[call]
+        # an input that is freed where it was made is made again for this block's backward
+        frees = call in self.capture.chained and actions[call - 1] == actions[call]
+        given, inner_bytes, again = (
+            (phases.chained.given, phases.chained.inner_bytes, phases.chained.again_bytes)
+            if frees
+            else (phases.given, phases.inner_bytes, 0)
+        )
+        return CallCost(
+            inner_bytes=inner_bytes,
+            holds=frozenset([passage.given[p] for p in given] + [passage.made[index] for index in phases.made]),
+            cached_bytes=phases.cached_bytes,
+            forward_bytes=phases.forward_bytes,
+            backward_bytes=again + (phases.accumulating_bytes if accumulating else phases.backward_bytes),
+            gradient_bytes=0 if accumulating else cost.gradient_bytes,
+        )
+
+    def _unit_costs(self, unit: Sequence[int], actions: Sequence[Action], accumulating: bool) -> list[CallCost]:
+        """What the calls of a unit of several blocks add: they keep the unit's inputs, and replay all at once."""
+        keeping: list[Action] = [Keep()] * len(actions)
+        kept = [self.call_cost(call, keeping, accumulating=accumulating) for call in unit]
+        alone = [self.call_cost(call, actions, accumulating=accumulating) for call in unit]
+        inside = frozenset(number for call in unit for number in self.skeleton.passages[call].made)
+        sizes = self.skeleton.sizes
+        replayed = [
+            max(keep.inner_bytes - own.inner_bytes, 0) + sum(sizes[number] for number in keep.holds & inside)
+            for keep, own in zip(kept, alone, strict=True)
+        ]
+        # while a block is replayed, those before it have been, and what they returned is there
+        running = []
+        returned = 0
+        for index, (call, keep) in enumerate(zip(unit, kept, strict=True)):
+            running.append(returned + keep.forward_bytes - sum(replayed[index:]))
+            held = frozenset().union(*(each.holds for each in kept))
+            returned += sum(sizes[number] for number in set(self.skeleton.passages[call].made) - held)
+        found = []
+        for index, (keep, own) in enumerate(zip(kept, alone, strict=True)):
+            is_last = index + 1 == len(unit)
+            found.append(
+                CallCost(
+                    inner_bytes=own.inner_bytes,
+                    holds=own.holds - inside,
+                    cached_bytes=own.cached_bytes,
+                    forward_bytes=own.forward_bytes,
+                    backward_bytes=max(keep.backward_bytes, *running) if is_last else keep.backward_bytes,
+                    gradient_bytes=own.gradient_bytes,
+                    replayed_bytes=replayed[index],
+                )
+            )
+        return found
+
+    def kind_of(self, call: int) -> BlockCall:
+        """The call that stands for a call and all that are like it."""
+        return self.capture.kinds[self.capture.order[call]].call
+
+    # ---- time
+
+    def flops(self, call: int, action: Action) -> int:
+        """FLOPs of forward and backward of a call under an action."""
+        key = self.capture.order[call], action
+        if key not in self._flops:
+            self._flops[key] = measure_flops(self.kind_of(call), action)
+        return self._flops[key]
+
+    def time(self, actions: Iterable[Action]) -> None:
+        """Measure the time of all distinct calls under some actions, for `seconds`."""
+        for index, kind in enumerate(self.capture.kinds):
+            due = [action for action in actions if (index, action) not in self._seconds]
+            for action, seconds in zip(due, measure_seconds(kind.call, due), strict=True):
+                self._seconds[index, action] = seconds
+
+    def seconds(self, call: int, action: Action) -> float:
+        """Seconds of forward and backward of a call under an action; `time` has measured them."""
+        return self._seconds[self.capture.order[call], action]
+
+
+def profile_step(
+    module: nn.Module,
+    run: Callable[[], object],
+    block_lists: Sequence[BlockList],
+    *,
+    optimizers: Iterable[Optimizer] = (),
+    batch: Any = None,
+    accumulating: bool = False,
+    other_bytes: int = 0,
+    real: bool = True,
+) -> Profile:
+    """Measure what a model's step needs.
+
+    Afterwards parameters, gradients, buffers, random streams, modes, hooks and optimizers are what they were.
+
+    Args:
+        module: The model, in training mode, on its device; a plan that is applied to it is left out of account.
+        run: Runs its training forward once and returns its loss; see `run_skeleton`.
+        block_lists: Where its blocks are.
+        optimizers: That train it.
+        batch: The batch that `run` uses; its tensors are part of the statics.
+        accumulating: Whether an optimizer step follows several backward passes.
+        other_bytes: What else is there all the time.
+        real: Whether a block may run on real tensors; see `measure_bytes`.
+
+    Raises:
+        ValueError: What `capture_calls` and `run_skeleton` refuse.
+    """
+    capture = capture_calls(module, run, block_lists)
+    skeleton = run_skeleton(module, run, block_lists)
+    if len(skeleton.passages) != len(capture.order):
+        raise ValueError(
+            f"the model calls {len(capture.order)} blocks in one forward and {len(skeleton.passages)} in the next: a "
+            "step whose blocks change from one to the next cannot be planned; give a plan, or the six words"
+        )
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    optimizer = measure_optimizers(optimizers)
+    state = [*module.parameters(), *module.buffers()]
+    own = storages(state, device)
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    others = {key: storage for key, storage in storages(tensors, device).items() if key not in own}
+    statics = Statics(
+        storage_bytes(state, device),
+        optimizer.state_bytes,
+        sum(storage.nbytes() for storage in others.values()),
+        other_bytes,
+    )
+    return Profile(
+        block_lists,
+        capture,
+        skeleton,
+        run_skeleton(module, run, block_lists, accumulating=True) if accumulating else None,
+        statics,
+        optimizer,
+        Costs(real=real, exact=real),
+    )

@@ -1,0 +1,220 @@
+"""What a model's step holds outside of its blocks.
+
+One step, forward and backward, is run for real with the blocks' graphs left out: a block runs without gradients, and
+in backward hands on gradients of zeros. What remains is all that no plan changes: embeddings, what stands between
+blocks, the head and the loss. With the cost of each block under each action (`block_cost`) it makes the memory of a
+whole step under any plan (`timeline`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from lightning_recompute.blocks import BlockList
+from lightning_recompute.calls import Args, FreshCopy, Kwargs
+from lightning_recompute.capture import distinct_blocks, is_cache, plain_storage, tensors_in, undone
+from lightning_recompute.ledger import Ledger, storage_bytes
+from lightning_recompute.lone_block import Stage
+from lightning_recompute.patch import Patch
+from lightning_recompute.recompute_unit import needs_grad
+from lightning_recompute.timeline import Moment, MomentKind, Passage, Skeleton
+
+
+class _Account(Ledger):
+    """A ledger that knows which of the tensors that go in and out of blocks are alive at a peak."""
+
+    def __init__(self, device: torch.device, *, fake: bool) -> None:
+        super().__init__(device, fake=fake)
+        self.sizes: list[int] = []
+        self.alive: set[int] = set()
+        self.alive_at_peak: frozenset[int] = frozenset()
+        self._numbers: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+
+    def number_of(self, tensor: Tensor) -> int:
+        """The number of the memory behind a tensor; what was there before the step takes none."""
+        storage = plain_storage(tensor)
+        reference, number = self._numbers.get(storage._cdata, (None, -1))
+        if reference is None or reference() is not storage:
+            number = len(self.sizes)
+            self._numbers[storage._cdata] = weakref.ref(storage), number
+            entry = self._entries.get(storage._cdata)
+            self.sizes.append(entry.num_bytes if entry is not None else 0)
+            self.alive.add(number)
+        return number
+
+    def _forget(self, key: int) -> None:
+        self.alive.discard(self._numbers.get(key, (None, -1))[1])
+        super()._forget(key)
+
+    def _set_peak(self) -> None:
+        super()._set_peak()
+        self.alive_at_peak = frozenset(self.alive)
+
+
+class _Recorder:
+    """Notes what happens in a step, in the order in which it happens."""
+
+    def __init__(self, account: _Account) -> None:
+        self.account = account
+        self.moments: list[Moment] = []
+        self.passages: list[Passage] = []
+        self.in_backward = False
+
+    def between(self) -> None:
+        """What stands between blocks ends here."""
+        account = self.account
+        self.moments.append(Moment("between", -1, account.peak_bytes, account.alive_at_peak, self.in_backward))
+
+    def enter(self, call: int, *, backward: bool) -> None:
+        """A block's forward or backward begins."""
+        self.between()
+        kind: MomentKind = "backward" if backward else "forward"
+        account = self.account
+        self.moments.append(Moment(kind, call, account.live_bytes, frozenset(account.alive), self.in_backward))
+
+    def leave(self) -> None:
+        """It is over; what it needed for itself does not count."""
+        self.account.reset_peak()
+
+    def call(self, name: str, original: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        """Run a block's forward without its graph."""
+        # what a block puts into a cache is among what it holds
+        args, kwargs = tree_map(lambda leaf: FreshCopy(leaf).take() if is_cache(leaf) else leaf, (args, kwargs))
+        given = list({id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}.values())
+        number = len(self.passages)
+        numbers = tuple(map(self.account.number_of, given))
+        self.enter(number, backward=False)
+        self.passages.append(Passage(name, numbers, ()))
+        box: list[Any] = []
+
+        def run() -> list[Tensor]:
+            # a weight that the cache keeps cast would be the block's, and have no gradient
+            with _without_autocast_cache():
+                leaves, spec = tree_flatten(original(*args, **kwargs))
+            box.extend((leaves, spec))
+            return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+        anchor = torch.empty(0, requires_grad=True)
+        apply: Any = _Shell.apply  # it carries no types
+        made = apply(self, number, run, anchor, *(tensor for tensor in given if tensor.requires_grad))
+        leaves, spec = box
+        box.clear()
+        tensors = iter(made)
+        result = tree_unflatten([next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        del leaves, made, tensors
+        self.passages[number] = Passage(name, numbers, tuple(map(self.account.number_of, tensors_in(result))))
+        self.leave()
+        return result
+
+
+@contextlib.contextmanager
+def _without_autocast_cache() -> Any:
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+class _Shell(torch.autograd.Function):
+    """A block in the graph without what is inside."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, recorder: _Recorder, number: int, run: Callable[[], list[Tensor]], anchor: Tensor, *given: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.recorder, ctx.number = recorder, number
+        ctx.likes = [torch.empty_like(tensor, device="meta") for tensor in given]
+        ctx.devices = [tensor.device for tensor in given]
+        return tuple(run())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.recorder.enter(ctx.number, backward=True)
+        made = [torch.zeros_like(like, device=device) for like, device in zip(ctx.likes, ctx.devices, strict=True)]
+        ctx.recorder.leave()
+        return None, None, None, None, *made
+
+
+@torch.compiler.disable
+def shelled_forward(original: Callable[..., Any], recorder: _Recorder, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """The patched forward of a block whose graph is left out."""
+    module: nn.Module = original.__self__  # type: ignore[attr-defined]  # a bound method, or an Original
+    if not torch.is_grad_enabled() or not needs_grad(module, args, kwargs):
+        return original(*args, **kwargs)
+    return recorder.call(name, original, args, kwargs)
+
+
+def run_skeleton(
+    module: nn.Module, run: Callable[[], object], block_lists: Sequence[BlockList], *, accumulating: bool = False
+) -> Skeleton:
+    """Run one step of a model with its blocks' graphs left out.
+
+    The module is afterwards what it was, and so are the random streams: the step runs on stand-ins for its parameters,
+    and no optimizer takes part.
+
+    Args:
+        module: The model, in the mode that is meant (usually training), on its device.
+        run: Runs its training forward once and returns its loss: a tensor, a mapping with "loss", or an object with
+            `.loss`; of anything else all outputs are taken. If it runs backward itself (manual optimization) it may
+            return None.
+        block_lists: Where its blocks are.
+        accumulating: Whether parameters have gradients already when backward begins.
+
+    Raises:
+        ValueError: What `run` returns does not depend on a trainable parameter.
+    """
+    parameters = {name: nn.Parameter(p.detach(), p.requires_grad) for name, p in module.named_parameters()}
+    device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
+    if accumulating:
+        for parameter in parameters.values():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    account = _Account(device, fake=False)
+    recorder = _Recorder(account)
+    stand_ins: dict[str, Tensor] = {f"block.{name}": parameter for name, parameter in parameters.items()}
+    del parameters
+
+    def step() -> None:
+        account.reset_peak()
+        outcome = run()
+        loss = _loss_of(outcome)
+        recorder.between()
+        recorder.in_backward = True
+        account.reset_peak()
+        if loss:
+            with torch.autocast("cpu", enabled=False), torch.autocast(device.type, enabled=False):
+                torch.autograd.backward(loss, [torch.ones_like(tensor) for tensor in loss])
+        recorder.between()
+
+    with undone(module, block_lists) as stack, contextlib.closing(account):
+        for block, name in distinct_blocks(block_lists):
+            stack.callback(Patch(block, shelled_forward, recorder, name).remove)
+        with account, torch.enable_grad():
+            torch.func.functional_call(Stage(module), stand_ins, (step,))
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return Skeleton(
+        tuple(recorder.moments), tuple(recorder.passages), tuple(account.sizes), storage_bytes(trainable, device)
+    )
+
+
+def _loss_of(outcome: object) -> list[Tensor]:
+    """Where backward begins."""
+    if isinstance(outcome, Mapping) and isinstance(outcome.get("loss"), Tensor):
+        found = [outcome["loss"]]
+    elif isinstance(getattr(outcome, "loss", None), Tensor):
+        found = [outcome.loss]  # type: ignore[attr-defined]
+    else:
+        found = [leaf for leaf in tree_leaves(outcome) if isinstance(leaf, Tensor)]
+    loss = [tensor for tensor in found if tensor.requires_grad]
+    if found and not loss:
+        raise ValueError("the step's loss does not depend on any trainable parameter, so backward needs no memory")
+    return loss
