@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lightning_recompute.object_state import Twin, is_container, same_bytes, same_state, without_graph
+from lightning_recompute.object_state import Snapshot, has_content, same_bytes, same_state, without_graph
 
 T = TypeVar("T")
 
@@ -156,8 +156,8 @@ class Surroundings:
         cached = {key: without_graph(tensor) for key, tensor in parametrize._cache.items()}
         self._parametrized = parametrize._cache_enabled, cached
         self._context = contextvars.copy_context()
-        # a list that collects what blocks return would, held here, keep the graph alive that holds this
-        self._filled = [(variable, Twin(value)) for variable, value in self._context.items() if is_container(value)]
+        # what collects the outputs of blocks would, held here, keep the graph alive that holds this
+        self._filled = [(variable, Snapshot(value)) for variable, value in self._context.items() if has_content(value)]
         for variable, _ in self._filled:
             self._context.run(variable.set, None)
 
@@ -166,8 +166,8 @@ class Surroundings:
         with self._restored():
             # a copy each time: a second replay must not see what the first one set
             context = self._context.copy()
-            for variable, twin in self._filled:
-                context.run(variable.set, twin.build())
+            for variable, snapshot in self._filled:
+                context.run(variable.set, snapshot.take())
             return context.run(_run_recomputing, function, args, kwargs)
 
     @contextlib.contextmanager

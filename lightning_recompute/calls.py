@@ -16,7 +16,7 @@ from lightning_recompute.ambient import host_rng as host_rng
 from lightning_recompute.ambient import set_host_rng as set_host_rng
 from lightning_recompute.errors import RecomputeError
 from lightning_recompute.module_state import Keeping, ModuleState, Written
-from lightning_recompute.object_state import Twin, has_content
+from lightning_recompute.object_state import Snapshot, Twin, content_of, has_content
 from lightning_recompute.placement import SavedInputs
 from lightning_recompute.save_ops import SavedOps
 
@@ -113,6 +113,7 @@ class Call:
         self.module = module
         self.first_saved = first_saved
         self.leaves: list[Any] = []
+        self.given: list[Input] = []  # all tensors among the leaves, and in the objects among them
         self.spec: TreeSpec
         self.inputs: SavedInputs
         self.on_copies = False
@@ -157,8 +158,7 @@ class Call:
                 f"{self.name}: an input was changed in place after the block read it, so the block cannot be "
                 f"recomputed; write to a copy instead ({error})"
             ) from error
-        given = {leaf: leaf.take(saved, self.on_copies) for leaf in self.leaves if isinstance(leaf, Input)}
-        args, kwargs = tree_unflatten([self._argument(leaf, given, outputs) for leaf in self.leaves], self.spec)
+        args, kwargs = self._arguments(saved, outputs)
         if self.rng is not None:
             set_rng_states(self.devices, self.rng)
         now = host_rng() if self.host_rng is not None else None
@@ -183,13 +183,27 @@ class Call:
                     parameter.requires_grad_(needed_grad)
             return self.surroundings.run(self.function, args, kwargs)
 
-    @staticmethod
-    def _argument(leaf: Any, given: dict[Input, Tensor], outputs: Sequence[Sequence[Any]]) -> Any:
-        if isinstance(leaf, Input):
-            return given[leaf]
-        if isinstance(leaf, Returned):
-            return outputs[leaf.call][leaf.leaf]
-        return leaf.take() if isinstance(leaf, FreshCopy) else leaf
+    def _arguments(self, saved: Sequence[Tensor], outputs: Sequence[Sequence[Any]]) -> Any:
+        given = {reference: reference.take(saved, self.on_copies) for reference in self.given}
+        copies: dict[Twin, Any] = {}
+
+        def tensor(leaf: Any) -> Any:
+            if isinstance(leaf, Input):
+                return given[leaf]
+            return outputs[leaf.call][leaf.leaf] if isinstance(leaf, Returned) else leaf
+
+        def argument(leaf: Any) -> Any:
+            if isinstance(leaf, Snapshot):
+                return leaf.take(copies, tensor)
+            return leaf.take() if isinstance(leaf, FreshCopy) else tensor(leaf)
+
+        return tree_unflatten([argument(leaf) for leaf in self.leaves], self.spec)
+
+    def settle_leaves(self) -> None:
+        """After the forward: look what it has changed of the objects it was given."""
+        for leaf in self.leaves:
+            if isinstance(leaf, Snapshot):
+                leaf.settle()
 
     def check_parameters(self) -> None:
         """Refuse parameters written since the forward.
@@ -224,9 +238,11 @@ class Call:
 
 
 def output_leaves(result: Any, max_depth: int = 4) -> list[Any]:
-    """Everything in an output, the attributes of its objects included, in the same order every time."""
+    """Everything in an output or in arguments, the attributes of objects included, in the same order every time."""
     leaves: list[Any] = []
     for leaf in tree_leaves(result):
-        is_object = has_content(leaf) and not isinstance(leaf, set | dict)
-        leaves += output_leaves(list(vars(leaf).values()), max_depth - 1) if is_object and max_depth else [leaf]
+        if max_depth and has_content(leaf) and not isinstance(leaf, set):
+            leaves += output_leaves([entry for _, entry in content_of(leaf)], max_depth - 1)
+        else:
+            leaves.append(leaf)
     return leaves

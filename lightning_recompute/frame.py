@@ -41,6 +41,7 @@ from lightning_recompute.calls import (
 from lightning_recompute.comparison import DIFFERS, Comparison, described, saved_otherwise
 from lightning_recompute.errors import RecomputeError
 from lightning_recompute.module_state import ModuleState, watch_hooks
+from lightning_recompute.object_state import Snapshot, Twin, has_content
 from lightning_recompute.patch import CompiledOriginal, without_dynamo
 from lightning_recompute.placement import DevicePlacement, Placement
 from lightning_recompute.prior_recompute import inside_torch_checkpoint
@@ -125,6 +126,7 @@ class Frame:
         self.calls.append(call)
         result = self._run(call, args, kwargs, learned, first)
         call.check_unwritten()
+        call.settle_leaves()
         if first:
             learned.writes_inputs = call.on_copies = versions != [version_of(tensor) for tensor in tensors]
             if call.on_copies:
@@ -201,7 +203,7 @@ class Frame:
 
     def close_tape(self, call: Call, inputs: Sequence[Tensor]) -> None:
         """End it: `function(*inputs)` makes the whole call again."""
-        call.leaves = [Input.of(index, tensor) for index, tensor in enumerate(inputs)]
+        call.leaves = call.given = [Input.of(index, tensor) for index, tensor in enumerate(inputs)]
         call.spec = tree_flatten((tuple(inputs), {}))[1]
         call.inputs = self._placement.save(inputs)
         assert call.rng is not None
@@ -213,7 +215,7 @@ class Frame:
         Raises:
             RecomputeError: Something between the two blocks of a unit made another tensor of it, or wrote to it.
         """
-        first = next((leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)), None)
+        first = next((leaf for leaf in output_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
         for _, output, version in self._outputs[-1]:
             if first is not None and output() is first and version_of(first) == version:
                 return
@@ -236,17 +238,21 @@ class Frame:
             for leaf, output, version in outputs
         }
         tensors: dict[int, tuple[Tensor, Input]] = {}
+        twins: dict[int, Twin] = {}
+
+        def refer(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            reference, version = returned.get(id(value), (None, 0))
+            if reference is not None and version == version_of(value):
+                return reference
+            # one tensor given twice is one tensor in the replay: attention asks whether `query is key`
+            return tensors.setdefault(id(value), (value, Input.of(len(tensors), value)))[1]
+
         for leaf in leaves:
-            if not isinstance(leaf, Tensor):
-                call.leaves.append(leaf)
-                continue
-            reference, version = returned.get(id(leaf), (None, 0))
-            if reference is not None and version == version_of(leaf):
-                call.leaves.append(reference)
-            else:
-                # one tensor given twice is one tensor in the replay: attention asks whether `query is key`
-                _, given = tensors.setdefault(id(leaf), (leaf, Input.of(len(tensors), leaf)))
-                call.leaves.append(given)
+            is_object = has_content(leaf) and not isinstance(leaf, FreshCopy)
+            call.leaves.append(Snapshot(leaf, twins, refer) if is_object else refer(leaf))
+        call.given = [given for _, given in tensors.values()]
         return [tensor for tensor, _ in tensors.values()]
 
     def _settle_rng(self, call: Call, start: RngStates) -> None:

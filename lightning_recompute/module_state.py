@@ -56,6 +56,8 @@ class ModuleState:
         """Random streams that the forward may draw from, as they were before; to be added to while it runs."""
         # containers and plain objects by place, and whether the forward changed them
         self._objects: list[dict[str, tuple[Twin, bool]]] = []
+        # the tensors in these, by name of the object and number in it: `table.0`
+        self._held: list[dict[str, Tensor]] = []
         self._versions: dict[tuple[int, str], tuple[Tensor, int]] = {}
         self._values: dict[tuple[int, str], Tensor] = {}
         twins: dict[int, Twin] = {}
@@ -63,8 +65,7 @@ class ModuleState:
         with torch.no_grad():
             for index, part in enumerate(self._parts):
                 self._look_at(part, twins)
-                tensors = {**self._attributes[index], **self._buffers[index]}
-                for name, tensor in tensors.items():
+                for name, tensor in (self._attributes[index] | self._buffers[index] | self._held[index]).items():
                     if isinstance(tensor, Tensor):
                         self._versions[index, name] = tensor, version_of(tensor)
                         if written is None or (index, name) in written or _has_statistics(part):
@@ -88,6 +89,9 @@ class ModuleState:
             self._hooks[len(self._attributes)] = {kind: everything[kind].copy() for kind in _HOOKS + _HOOK_FLAGS}
         self._attributes.append(attributes)
         self._objects.append(objects)
+        self._held.append(
+            {f"{name}.{n}": tensor for name, (twin, _) in objects.items() for n, tensor in enumerate(twin.tensors())}
+        )
         self._parameters.append({name: without_graph(value) for name, value in part._parameters.items()})
         self._buffers.append({name: without_graph(value) for name, value in part._buffers.items()})
         self._modules.append(dict(part._modules))
@@ -129,8 +133,9 @@ class ModuleState:
             del self._versions[key]
         self.streams = {key: stream for key, stream in self.streams.items() if stream.moved()}
         for index, part in enumerate(self._parts):
+            writes = {key.rpartition(".")[0] for place, key in written if place == index}
             for name, (twin, _) in self._objects[index].items():
-                self._objects[index][name] = twin, not twin.same_as(vars(part).get(name))
+                self._objects[index][name] = twin, name in writes or not twin.same_as(vars(part).get(name))
         return frozenset(written)
 
     def written_since(self) -> str | None:
@@ -158,22 +163,36 @@ class ModuleState:
         streams = [(stream, stream.read()) for stream in self.streams.values()]
         copies: dict[Twin, Any] = {}
         clones: dict[int, Tensor] = {}
+        former_of = {
+            id(self._held[index][name]): former
+            for (index, name), former in self._values.items()
+            if name in self._held[index]
+        }
+
+        def clone(former: Tensor) -> Tensor:
+            return clones.setdefault(id(former), former.clone())
+
+        def give(held: Any) -> Any:
+            return clone(former_of[id(held)]) if id(held) in former_of else held
+
         try:
             for index, part in enumerate(self._parts):
                 attributes, buffers, modules = now[index]
                 due = dict(self._attributes[index])
                 for name, (twin, changed) in self._objects[index].items():
                     value = attributes.get(name)
-                    due[name] = twin.build(copies) if changed or not twin.same_as(value) else value
+                    due[name] = twin.build(copies, give) if changed or not twin.same_as(value) else value
                 _put_back(vars(part), _to_put_back(due, _own(attributes)))
                 _put_back(part._buffers, _to_put_back(self._buffers[index], buffers))
                 _put_back(part._modules, _to_put_back(self._modules[index], modules))
                 exchanged += _exchange(part._parameters, self._parameters[index])
                 self._set_hooks(index, part, observers, keeping)
             for (index, name), former in self._values.items():
+                if name in self._held[index]:
+                    continue
                 buffers = self._parts[index]._buffers
                 target: dict[str, Any] = buffers if name in buffers else vars(self._parts[index])
-                target[name] = clones.setdefault(id(former), former.clone())
+                target[name] = clone(former)
             for stream in self.streams.values():
                 stream.write(stream.state)
             yield

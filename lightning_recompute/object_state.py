@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import random
+import sys
+import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,8 +23,21 @@ _MAX_DEPTH = 5
 _PYTHON = {"builtins", "enum", "functools", "logging", "random", "re", "threading", "types", "typing", "weakref"}
 _FOREIGN = _PYTHON | {"_thread", "lightning", "lightning_fabric", "numpy", "pytorch_lightning", "torch"}
 _CONTAINERS = (list, dict, set, deque)
-_BASES: tuple[Any, ...] = (OrderedDict, defaultdict, *_CONTAINERS, object)  # the first that fits can make an empty one
+# the first that fits can make an empty one
+_BASES: tuple[Any, ...] = (OrderedDict, defaultdict, *_CONTAINERS, SimpleNamespace, object)
 _has_content: dict[type, bool] = {}
+_slots: dict[type, tuple[str, ...]] = {}
+
+
+def without_graph(value: Any) -> Any:
+    """A tensor's value without its graph; anything else as it is."""
+    if isinstance(value, Tensor) and value.grad_fn is not None:
+        return value.detach().requires_grad_()
+    return value
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 class Twin:
@@ -32,13 +49,22 @@ class Twin:
     Args:
         value: What to take; see `has_content`.
         memo: Twins made already, by id of their value: what is shared stays shared.
+        depth: How deep to go; below that everything is shared.
+        hold: What to hold of anything else.
     """
 
-    def __init__(self, value: Any, memo: dict[int, Twin] | None = None, depth: int = _MAX_DEPTH) -> None:
+    def __init__(
+        self,
+        value: Any,
+        memo: dict[int, Twin] | None = None,
+        depth: int = _MAX_DEPTH,
+        hold: Callable[[Any], Any] = without_graph,
+    ) -> None:
         memo = {} if memo is None else memo
         memo[id(value)] = self
-        self._hull = _emptied(value)
-        self._content = [(key, _taken(entry, memo, depth - 1)) for key, entry in _content(value)]
+        self._kind: Any = type(value)
+        self._hull = None if isinstance(value, tuple) else _emptied(value)
+        self._content = [(key, _taken(entry, memo, depth - 1, hold)) for key, entry in content_of(value)]
 
     def same_as(self, value: Any) -> bool:
         """Whether a value has this content still, entry by entry the same objects."""
@@ -48,27 +74,45 @@ class Twin:
         if id(self) in seen:
             return True
         seen.add(id(self))
-        if type(value) is not type(self._hull):
+        if type(value) is not self._kind:
             return False
-        content = _content(value)
+        content = content_of(value)
         return len(content) == len(self._content) and all(
             _same_key(mine, theirs) and _same(entry, other, seen)
             for (mine, entry), (theirs, other) in zip(self._content, content, strict=True)
         )
 
-    def build(self, memo: dict[Twin, Any] | None = None) -> Any:
+    def tensors(self, seen: set[Twin] | None = None) -> Iterator[Tensor]:
+        """The tensors that are held, in the order of the content."""
+        seen = set() if seen is None else seen
+        if self in seen:
+            return
+        seen.add(self)
+        for _, entry in self._content:
+            if isinstance(entry, Twin):
+                yield from entry.tensors(seen)
+            elif isinstance(entry, Tensor):
+                yield entry
+
+    def build(self, memo: dict[Twin, Any] | None = None, give: Callable[[Any], Any] = _itself) -> Any:
         """A copy with this content.
 
         Args:
             memo: Copies made already: what is shared stays shared.
+            give: Makes of what is held what the copy gets.
         """
         memo = {} if memo is None else memo
         if self in memo:
             return memo[self]
-        value = memo[self] = _emptied(self._hull)
-        entries = [(key, entry.build(memo) if isinstance(entry, Twin) else entry) for key, entry in self._content]
+        is_tuple = issubclass(self._kind, tuple)  # made with its entries, which anything else may hold itself
+        value = None if is_tuple else memo.setdefault(self, _emptied(self._hull))
+        entries = [
+            (key, entry.build(memo, give) if isinstance(entry, Twin) else give(entry)) for key, entry in self._content
+        ]
         # the classes' own methods, whatever a subclass makes of them
-        if isinstance(value, dict):
+        if is_tuple:
+            value = memo[self] = getattr(self._kind, "_make", self._kind)(entry for _, entry in entries)
+        elif isinstance(value, dict):
             for key, entry in entries:
                 _dict_of(value).__setitem__(value, key, entry)
         elif isinstance(value, set):
@@ -78,27 +122,89 @@ class Twin:
         elif isinstance(value, deque):
             deque.extend(value, (entry for _, entry in entries))
         else:
-            vars(value).update(entries)
+            slots = _slots_of(self._kind)
+            getattr(value, "__dict__", {}).update((key, entry) for key, entry in entries if key not in slots)
+            for key, entry in entries:
+                if key in slots:
+                    object.__setattr__(value, key, entry)  # frozen ones too
         return value
 
 
-def is_container(value: Any) -> bool:
-    """Whether a value is a list, dict, set or deque."""
-    return isinstance(value, _CONTAINERS)
+class Snapshot:
+    """A container or object that a forward is given, for a replay: itself where it is as it was, else a copy.
+
+    Args:
+        value: What is given; it is not kept alive.
+        memo: See `Twin`.
+        hold: See `Twin`.
+    """
+
+    def __init__(
+        self, value: Any, memo: dict[int, Twin] | None = None, hold: Callable[[Any], Any] = without_graph
+    ) -> None:
+        memo = {} if memo is None else memo
+        self._twin = memo.get(id(value)) or Twin(value, memo, hold=hold)
+        self._value: Callable[[], Any] = _nothing
+        with contextlib.suppress(TypeError):  # of a kind that cannot be referred to
+            self._value = weakref.ref(value)
+
+    def settle(self) -> None:
+        """After the forward: what it has changed is never given to a replay, which would change it again."""
+        if not self._is_as_it_was():
+            self._value = _nothing
+
+    def take(self, memo: dict[Twin, Any] | None = None, give: Callable[[Any], Any] = _itself) -> Any:
+        """What a replay is given; see `Twin.build`."""
+        return self._value() if self._is_as_it_was() else self._twin.build(memo, give)
+
+    def _is_as_it_was(self) -> bool:
+        value = self._value()
+        return value is not None and self._twin.same_as(value)
+
+
+def _nothing() -> None:
+    """In place of a reference to an object that is gone."""
 
 
 def has_content(value: Any) -> bool:
-    """Whether a value is a container or a plain object: one that is no tensor, module, function or of a library."""
+    """Whether a value is a container or a plain object: one that is no tensor, module, function or of a library.
+
+    Of tuples those count that hold such values or tensors.
+    """
+    if isinstance(value, tuple):
+        return any(isinstance(entry, Tensor) or has_content(entry) for entry in value)
     kind = type(value)
     if kind not in _has_content:
-        _has_content[kind] = issubclass(kind, _CONTAINERS) or (
+        _has_content[kind] = issubclass(kind, (*_CONTAINERS, SimpleNamespace)) or (
             kind.__module__.partition(".")[0] not in _FOREIGN
             and not issubclass(kind, Tensor | nn.Module | Enum | type)
-            and hasattr(value, "__dict__")
+            and (hasattr(value, "__dict__") or bool(_slots_of(kind)))
             and not hasattr(kind, "__del__")  # it owns something, which a copy would release
             and _can_be_empty(kind)
         )
     return _has_content[kind]
+
+
+def content_of(value: Any) -> list[tuple[Any, Any]]:
+    """The entries of a container with their places, or the attributes of an object, those in slots included."""
+    if isinstance(value, dict):
+        return list(_dict_of(value).items(value))
+    if isinstance(value, set):
+        return [(entry, entry) for entry in value]
+    if isinstance(value, list | deque | tuple):
+        return list(enumerate(value))
+    slots = {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}
+    return list((getattr(value, "__dict__", {}) | slots).items())
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    """Names of a class's slots that are not private to one of its bases; those of Python's own classes are left out."""
+    if kind not in _slots:
+        bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in sys.stdlib_module_names]
+        named = [vars(base).get("__slots__", ()) for base in bases]
+        names = [name for slots in named for name in ((slots,) if isinstance(slots, str) else slots)]
+        _slots[kind] = tuple(name for name in names if not name.startswith("__"))
+    return _slots[kind]
 
 
 def _can_be_empty(kind: type) -> bool:
@@ -112,13 +218,6 @@ def _can_be_empty(kind: type) -> bool:
 def _new(kind: Any) -> Any:
     """An empty instance, without running `__init__`."""
     return next(base for base in _BASES if issubclass(kind, base)).__new__(kind)
-
-
-def without_graph(value: Any) -> Any:
-    """A tensor's value without its graph; anything else as it is."""
-    if isinstance(value, Tensor) and value.grad_fn is not None:
-        return value.detach().requires_grad_()
-    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,24 +272,14 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
     return ctypes.string_at(one.data_ptr(), one.numel()) == ctypes.string_at(other.data_ptr(), other.numel())
 
 
-def _taken(value: Any, memo: dict[int, Twin], depth: int) -> Any:
+def _taken(value: Any, memo: dict[int, Twin], depth: int, hold: Callable[[Any], Any]) -> Any:
     if not has_content(value) or depth == 0:
-        return without_graph(value)
-    return memo.get(id(value)) or Twin(value, memo, depth)
+        return hold(value)
+    return memo.get(id(value)) or Twin(value, memo, depth, hold)
 
 
 def _dict_of(value: dict[Any, Any]) -> type[dict[Any, Any]]:
     return OrderedDict if isinstance(value, OrderedDict) else dict
-
-
-def _content(value: Any) -> list[tuple[Any, Any]]:
-    if isinstance(value, dict):
-        return list(_dict_of(value).items(value))
-    if isinstance(value, set):
-        return [(entry, entry) for entry in value]
-    if isinstance(value, list | deque):
-        return list(enumerate(value))
-    return list(vars(value).items())
 
 
 def _emptied(value: Any) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import gc
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -262,6 +263,30 @@ class Collects(Stack):
 @each_kind
 def test_collected_in_a_context_variable(kind: str) -> None:
     assert_exact(Collects, lambda model: [within(contextlib.nullcontext)(model) for _ in range(2)], kind)
+
+
+class Fades(Block):
+    """Reads and writes an object that a context variable holds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = collected.get()
+        y = x + self.inner(x * state.gain)
+        state.gain *= 0.9
+        state.last = y
+        return y
+
+
+@each_kind
+def test_an_object_in_a_context_variable(kind: str) -> None:
+    def run(model: nn.Module) -> list[Any]:
+        state = SimpleNamespace(gain=1.0, last=None)
+        token = collected.set(state)
+        loss = square_loss(model)
+        collected.reset(token)
+        loss.backward()
+        return [loss, state.gain]
+
+    assert_exact(lambda: stack(4, Fades), run, kind)
 
 
 @each_whole

@@ -8,6 +8,7 @@ import logging
 import random
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,15 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from lightning_recompute.object_state import Twin, has_content, is_container, same_state, stream_of, without_graph
+from lightning_recompute.object_state import (
+    Snapshot,
+    Twin,
+    content_of,
+    has_content,
+    same_state,
+    stream_of,
+    without_graph,
+)
 
 
 class Plain:
@@ -57,6 +66,19 @@ class Named(list[int]):
     name = "class"
 
 
+class Slotted:
+    __slots__ = ("later", "list", "value")
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+        self.list = [value]
+
+
+@dataclass(slots=True, frozen=True)
+class FrozenSlots:
+    numbers: list[int]
+
+
 class Callable:
     def __init__(self) -> None:
         self.calls = 0
@@ -80,6 +102,8 @@ CONTENTS = {
     "dictionary of attributes": lambda: OwnAttributes(a=[1], b=2),
     "subclass of list": lambda: Named([1, 2]),
     "what can be called": Callable,
+    "namespace": lambda: SimpleNamespace(a=[1]),
+    "slots": lambda: Slotted(1),
 }
 
 
@@ -90,7 +114,7 @@ def spelled(value: Any) -> str:
     if isinstance(value, list | dict | set):
         return f"{type(value).__name__} {sorted(map(str, value)) if isinstance(value, set) else value!r}"
     return (
-        f"{type(value).__name__} { {name: spelled(entry) for name, entry in vars(value).items()} }"
+        f"{type(value).__name__} { {name: spelled(entry) for name, entry in content_of(value)} }"
         if has_content(value)
         else repr(value)
     )
@@ -118,6 +142,9 @@ def test_a_copy_is_equal_and_apart(content: str) -> None:
 
 
 def change(value: Any) -> None:
+    if isinstance(value, Slotted):
+        value.later = 1
+        return
     if isinstance(value, dict):
         (OrderedDict if isinstance(value, OrderedDict) else dict).__setitem__(value, "new", 1)
     elif isinstance(value, set):
@@ -153,6 +180,67 @@ def test_kinds_keep_their_arguments() -> None:
     named = Named([1])
     named.name = "own"
     assert Twin(named).build().name == "own"
+
+
+def test_frozen_slots() -> None:
+    value = FrozenSlots([1])
+    copy = Twin(value).build()
+    value.numbers.append(2)
+    assert copy == FrozenSlots([1])
+
+
+def test_tuples_that_hold_something() -> None:
+    pair = namedtuple("pair", "a b")
+    leaf = torch.ones(2, requires_grad=True)
+    value = {"pair": pair([1], 2), "outputs": (leaf * 2, 3), "top": torch.arange(3.0).max(0), "sizes": (1, 2)}
+    assert has_content(value["pair"])
+    assert has_content(value["outputs"])
+    assert not has_content(value["sizes"])
+    twin = Twin(value)
+    copy = twin.build()
+    assert copy["pair"] == pair([1], 2)
+    assert copy["outputs"][0].grad_fn is None
+    assert copy["top"].values == 2
+    assert copy["sizes"] is value["sizes"]
+    value["pair"].a.append(2)
+    assert twin.build()["pair"] == pair([1], 2)
+
+
+def test_its_tensors_in_the_order_of_the_content() -> None:
+    one, two, three = torch.ones(1), torch.ones(2), torch.ones(3)
+    value = Plain({"a": one, "b": [two, (three, 1)]})
+    value.list = [value, one]
+    assert [len(tensor) for tensor in Twin(value).tensors()] == [1, 2, 3, 1]
+    assert next(Twin(value).tensors()) is one
+
+
+def test_a_snapshot_gives_the_object_or_a_copy() -> None:
+    def snapshot(value: Any) -> Snapshot:
+        return Snapshot(value, {}, lambda entry: f"held {entry}")
+
+    def taken(of: Snapshot) -> Any:
+        return of.take({}, lambda entry: f"given {entry}")
+
+    value = Plain([])
+    value.value, value.list = 1, []
+    kept = Snapshot(value)
+    kept.settle()
+    assert taken(kept) is value  # nothing has changed
+    value.list.append(2)
+    assert taken(kept).list == []
+    value.list.clear()
+    assert taken(kept) is value
+    value.value = 3
+    kept.settle()  # changed by the forward: it will be changed again
+    value.value = 1
+    assert taken(kept) is not value
+    assert taken(snapshot(value)).value == "given held 1"
+    assert taken(snapshot(ReadOnly(a=1))) == {"a": "given held 1"}
+    shared = Plain(1)
+    memo: dict[int, Twin] = {}
+    one, other = (Snapshot(Plain(shared), memo) for _ in range(2))
+    copies: dict[Twin, Any] = {}
+    assert one.take(copies).value is other.take(copies).value
 
 
 def test_what_is_shared_stays_shared() -> None:
@@ -209,14 +297,11 @@ class Tagged(str):
 
 def test_what_has_no_content() -> None:
     pair = namedtuple("pair", "a b")
-    values = [1, "text", None, 1.5, (1, [2]), pair(1, 2), Tagged("a"), torch.ones(1), nn.Linear(1, 1), len, Plain]
+    values = [1, "text", None, 1.5, (1, (2, None)), pair(1, 2), Tagged("a"), torch.ones(1), nn.Linear(1, 1), len, Plain]
     values += [lambda: 0, random.Random(1), torch.Generator(), np.ones(2), datetime.datetime(2020, 1, 1), Colour.RED]
     values += [logging.getLogger(), torch.device("cpu"), torch.float, ValueError("x"), nn.Parameter(torch.ones(1))]
     values += [OwnsAFile(), PassThroughProfiler()]
     assert [value for value in values if has_content(value)] == []
-    assert is_container({})
-    assert not is_container(())
-    assert not is_container(Plain(1))
 
 
 def test_same_as_knows_other_kinds() -> None:
