@@ -6,7 +6,8 @@ wrapped, so that names, classes, state dict, deepcopy and pickle of the model st
 Stated limits: `parameter.data = ...` between forward and backward is not seen (plain autograd does not see it
 either), and the transforms of `torch.func` are refused. Python's and NumPy's random numbers are restored for
 blocks that draw them on their first call, a private `torch.Generator` where it is an attribute of a module of the
-block; `check=True` tells of any other.
+block; `check=True` tells of any other. Hooks for all modules (`register_module_forward_hook`) run in a replay as well;
+what a block does to Python's globals, to closures or to files it does twice, unless it asks `is_recomputing()`.
 """
 
 from __future__ import annotations
