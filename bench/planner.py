@@ -136,7 +136,7 @@ def time_of_all(stages: Sequence[StageCosts]) -> tuple[float, float]:
 def main() -> None:
     table = Table("stages", "layers", "kind", "all stages, s", "slowest stage, s", title="Planner, 8 options a layer")
     figures: dict[str, float] = {}
-    for num_stages in (16, 64, 1):
+    for num_stages in (16, 64, 4, 1):
         name = f"seconds_{NUM_LAYERS}x{num_stages}"
         for kind in KINDS:
             total, slowest = time_of_all(pipeline(kind, num_stages))
