@@ -41,6 +41,9 @@ _CAST = "ToCopyBackward0"
 class _Output:
     """The output of a marked module: how to make it again.
 
+    It lives as long as its graph node, so it does not hold the frame: that goes when backward has passed the module
+    and every consumer, also where somebody keeps the loss.
+
     Args:
         frame: Holds the module's call.
         leaf: Place of the tensor in the output.
@@ -48,7 +51,7 @@ class _Output:
     """
 
     def __init__(self, frame: Frame, leaf: int, tensor: Tensor) -> None:
-        self._frame = frame
+        self._frame = weakref.ref(frame)
         self._leaf = leaf
         self._tensor = weakref.ref(tensor)
         self._version = version_of(tensor)
@@ -68,13 +71,16 @@ class _Output:
                 return None
         elif version_of(saved) != self._version:
             return None
-        reference = _Reference(self, saved, 0 if was_cast else int(saved.storage_offset()) - self.offset)
+        frame = self._frame()
+        if frame is None:  # the module saved nothing, so there is nothing to make its output from
+            return None
+        reference = _Reference(self, frame, saved, 0 if was_cast else int(saved.storage_offset()) - self.offset)
         self._references.append(weakref.ref(reference))
         return reference
 
-    def make(self) -> None:
+    def make(self, frame: Frame) -> None:
         """Make the output again and give it to every reference that is still alive."""
-        value = self._frame.replay(for_output=True)[self._leaf].detach()
+        value = frame.replay(for_output=True)[self._leaf].detach()
         for found in self._references:
             reference = found()
             if reference is not None:
@@ -121,17 +127,18 @@ def _version_counter(tensor: Tensor) -> Tensor | None:
 class _Reference(_Freed):
     """In place of a marked module's output, a view or a cast of it."""
 
-    __slots__ = ("__weakref__", "_output", "value")
+    __slots__ = ("__weakref__", "_frame", "_output", "value")
 
-    def __init__(self, output: _Output, saved: Tensor, offset: int) -> None:
+    def __init__(self, output: _Output, frame: Frame, saved: Tensor, offset: int) -> None:
         super().__init__(saved, offset)
         self._output = output
+        self._frame = frame
         self.value: Tensor | None = None
 
     def take(self) -> Tensor:
         self.check_unwritten()
         if self.value is None:
-            self._output.make()
+            self._output.make(self._frame)
         value, self.value = self.value, None
         assert value is not None, "an output is given to every live reference"
         return self.shaped(value)

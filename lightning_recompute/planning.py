@@ -26,7 +26,7 @@ from lightning_recompute.units import format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
 
-_ROUNDS = 16
+_ROUNDS = 8
 
 
 def plan_recompute(
@@ -229,45 +229,92 @@ class _Search:
     def fastest(self, budget_bytes: int) -> Choices:
         """The choices of least time within a budget.
 
-        The planner's rows are sums. Where the exact peak of its answer is another, the difference goes into the row it
-        was in, and the planner is asked again.
+        The planner's rows are sums. Where the exact peak of its answer is another, the planner is asked again with
+        more or less in the rows before the loss, or in all of them.
+
+        Raises:
+            BudgetError: There are none.
         """
-        stage = self.options.stage
         least = self.leanest()
-        least_bytes = self.exact(least)
-        if least_bytes > budget_bytes:
+        if self.exact(least) > budget_bytes:
             raise BudgetError(_why_none(self.profile, self.plan(least), budget_bytes))
-        best, best_seconds = least, extra_seconds(stage, least)
-        head_bytes, static_bytes = 0, 0
-        tried: set[Choices] = set()
+        tries = _Tries(self, budget_bytes, least)
+        if tries.fits(0, 0):
+            tries.loosen()
+        else:
+            # casts in autocast's cache live until the loss: most often it is the rows before it that lack something
+            tries.tighten(lambda more: (more, 0))
+            tries.tighten(lambda more: (0, more))
+        return tries.best
+
+
+class _Tries:
+    """Asks the planner with changed rows, and keeps the best answer that fits.
+
+    Args:
+        search: Holds the rows and the exact bytes.
+        budget_bytes: The budget.
+        best: Choices that fit.
+    """
+
+    def __init__(self, search: _Search, budget_bytes: int, best: Choices) -> None:
+        self._search = search
+        self._stage = search.options.stage
+        self._budget_bytes = budget_bytes
+        self.best = best
+        self._too_much = 0
+        self._over = 0
+
+    def fits(self, before_loss: int, everywhere: int) -> bool:
+        """Whether the answer to changed rows fits; where there is none, nothing more can be asked for, which does.
+
+        Args:
+            before_loss: Bytes to add to the rows before the loss.
+            everywhere: Bytes to add to all rows; may be negative.
+        """
+        stage = self._stage
+        entries = stage.entry_bytes
+        assert not isinstance(entries, int)
+        asked = replace(
+            stage,
+            head_bytes=stage.head_bytes + before_loss,
+            entry_bytes=tuple(entry + before_loss for entry in entries),
+            static_bytes=max(stage.static_bytes + everywhere, 0),
+        )
+        try:
+            choices = solve(asked, max(self._budget_bytes, asked.floor_bytes))
+        except BudgetError:
+            return True
+        exact = self._search.exact(choices)
+        self._over = exact - self._budget_bytes
+        self._too_much = peak_bytes(asked, choices) - exact
+        if self._over > 0:
+            return False
+        if extra_seconds(stage, choices) < extra_seconds(stage, self.best):
+            self.best = choices
+        return True
+
+    def loosen(self) -> None:
+        """Ask for as much less as the rows said too much, for as long as the answers fit."""
+        less = 0
         for _ in range(_ROUNDS):
-            asked = replace(
-                stage,
-                head_bytes=max(stage.head_bytes + head_bytes, 0),
-                static_bytes=max(stage.static_bytes + static_bytes, 0),
-            )
-            try:
-                choices = solve(asked, max(budget_bytes, asked.floor_bytes))
-            except BudgetError:
-                break
-            exact, seconds = self.exact(choices), extra_seconds(stage, choices)
-            if exact <= budget_bytes and seconds < best_seconds:
-                best, best_seconds = choices, seconds
-            if choices in tried:
-                break
-            tried.add(choices)
-            off = exact - peak_bytes(asked, choices)
-            if exact > budget_bytes:
-                level = max(self.profile.levels(self.plan(choices)), key=lambda level: level.num_bytes)
-                if level.moment.in_backward:
-                    static_bytes += exact - budget_bytes
-                else:
-                    head_bytes += exact - budget_bytes
-            elif off < 0 and seconds > 0:  # the rows promise too much, a faster plan may fit
-                static_bytes += off
+            if self._too_much <= 0 or not self.fits(0, -less - self._too_much):
+                return
+            less += self._too_much
+
+    def tighten(self, change: Callable[[int], tuple[int, int]]) -> None:
+        """Find the least that has to be added to the rows for an answer that fits."""
+        if self.fits(*change(0)):
+            return
+        low, high = 0, self._over
+        while not self.fits(*change(high)):
+            low, high = high, 2 * high
+        for _ in range(_ROUNDS):
+            middle = (low + high) // 2
+            if self.fits(*change(middle)):
+                high = middle
             else:
-                break
-        return best
+                low = middle
 
 
 def _last(options: Sequence[object]) -> int:

@@ -27,6 +27,9 @@ from lightning_recompute.plan import Action, Full, Keep, RecomputePlan, SaveOps
 from lightning_recompute.skeleton import run_skeleton
 from lightning_recompute.timeline import CallCost, Level, Skeleton, levels
 
+SCALARS_BYTES = 1024
+"""Room for the scalars of a step."""
+
 
 @dataclass(frozen=True)
 class Statics:
@@ -36,7 +39,8 @@ class Statics:
         parameters_bytes: Parameters and buffers, each storage once.
         optimizer_bytes: Optimizer state from the second step on.
         batch_bytes: The batch.
-        other_bytes: What else was said to be there, such as the buckets of data-parallel gradients.
+        other_bytes: What else is there: scalars (the loss, counters of steps), and what was said to be, such as the
+            buckets of data-parallel gradients.
     """
 
     parameters_bytes: int
@@ -285,7 +289,7 @@ def profile_step(
         storage_bytes(state, device),
         optimizer.state_bytes,
         sum(storage.nbytes() for storage in others.values()),
-        other_bytes,
+        SCALARS_BYTES + other_bytes,
     )
     return Profile(
         block_lists,
