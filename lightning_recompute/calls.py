@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
-from lightning_recompute.ambient import HostRng, RngStates, Surroundings, set_rng_states
-from lightning_recompute.ambient import host_rng as host_rng
-from lightning_recompute.ambient import set_host_rng as set_host_rng
+from lightning_recompute.ambient import HostRng, RngStates, Surroundings, host_rng, set_host_rng, set_rng_states
 from lightning_recompute.errors import RecomputeError
 from lightning_recompute.module_state import Keeping, ModuleState, Written
 from lightning_recompute.object_state import Snapshot, Twin, content_of, has_content

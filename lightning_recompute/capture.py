@@ -9,24 +9,26 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from lightning_recompute.ambient import Surroundings, rng_devices, rng_states, set_rng_states
+from lightning_recompute.ambient import (
+    Surroundings,
+)
 from lightning_recompute.blocks import BlockList, class_of
-from lightning_recompute.calls import Args, FreshCopy, Kwargs, host_rng, output_leaves, set_host_rng
+from lightning_recompute.calls import Args, FreshCopy, Kwargs, output_leaves
 from lightning_recompute.frame import Frame
 from lightning_recompute.ledger import Ledger, plain_tensors
 from lightning_recompute.module_state import ModuleState, watch_hooks
+from lightning_recompute.object_state import Twin, has_content
 from lightning_recompute.patch import Patch
-from lightning_recompute.prior_recompute import stand_in_for
 from lightning_recompute.recompute_unit import needs_grad
+from lightning_recompute.untouched import distinct_blocks, undone
 
 Run = Callable[[], object] | tuple[Args, Kwargs]
 """Runs a model's forward once: a function without arguments, or the (args, kwargs) of the model."""
@@ -61,20 +63,9 @@ class BlockCall:
     def __init__(self, module: nn.Module, name: str, args: Args, kwargs: Kwargs) -> None:
         self.module = module
         self.name = name
-        leaves, self._spec = tree_flatten((args, kwargs))
-        positions: dict[int, int] = {}
-        self.tensors: list[Tensor] = []
-        self.needs_grad: list[bool] = []
-        self._leaves: list[Any] = []
-        for leaf in leaves:
-            if not isinstance(leaf, Tensor):
-                self._leaves.append(FreshCopy(leaf) if is_cache(leaf) else leaf)
-                continue
-            if id(leaf) not in positions:
-                positions[id(leaf)] = len(self.tensors)
-                self.tensors.append(leaf.detach())
-                self.needs_grad.append(leaf.requires_grad)
-            self._leaves.append(_Slot(positions[id(leaf)]))
+        given, self._leaves, self._spec = slotted(args, kwargs)
+        self.tensors = [tensor.detach() for tensor in given]
+        self.needs_grad = [tensor.requires_grad for tensor in given]
         self.shared: dict[int, int] = {}
         self.returned: dict[int, int] = {}
         self.free: set[int] = set()
@@ -87,17 +78,54 @@ class BlockCall:
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[Args, Kwargs]:
         """The call's arguments with other tensors in the places of its own, and caches as they were."""
-        leaves = [
-            tensors[leaf.position] if isinstance(leaf, _Slot) else leaf.take() if isinstance(leaf, FreshCopy) else leaf
-            for leaf in self._leaves
-        ]
-        args, kwargs = tree_unflatten(leaves, self._spec)
+        copies: dict[Twin, Any] = {}
+
+        def argument(leaf: Any) -> Any:
+            if isinstance(leaf, Twin):
+                return leaf.build(copies, argument)
+            if isinstance(leaf, _Slot):
+                return tensors[leaf.position]
+            return leaf.take() if isinstance(leaf, FreshCopy) else leaf
+
+        args, kwargs = tree_unflatten([argument(leaf) for leaf in self._leaves], self._spec)
         return args, kwargs
 
     def release(self) -> None:
         """Let go of the tensors, after which the call cannot be made again."""
         self.tensors.clear()
         del self.state
+
+
+def slotted(args: Args, kwargs: Kwargs) -> tuple[list[Tensor], list[Any], TreeSpec]:
+    """The tensors among arguments, those in objects included, each once; and the arguments with slots in their places.
+
+    Args:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Returns:
+        The tensors, the leaves of the arguments, and how these belong together. Of an object or container among the
+        leaves there is a twin, of a key-value cache a copy for each run.
+    """
+    tensors: list[Tensor] = []
+    slots: dict[int, _Slot] = {}
+    twins: dict[int, Twin] = {}
+
+    def hold(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in slots:
+            slots[id(value)] = _Slot(len(tensors))
+            tensors.append(value)
+        return slots[id(value)]
+
+    def leaf_of(value: Any) -> Any:
+        if is_cache(value):
+            return FreshCopy(value)
+        return Twin(value, twins, hold=hold) if has_content(value) else hold(value)
+
+    leaves, spec = tree_flatten((args, kwargs))
+    return tensors, [leaf_of(leaf) for leaf in leaves], spec
 
 
 @dataclass
@@ -186,55 +214,6 @@ def _leave() -> None:
     raise _Left
 
 
-@contextmanager
-def undone(module: nn.Module, block_lists: Sequence[BlockList]) -> Iterator[ExitStack]:
-    """Surrounds a run of a model that is to leave no trace, and in which its blocks do not recompute themselves.
-
-    Put back are random streams, buffers, statistics, attributes, training flags, gradients and which parameters need
-    one. What a run does outside of the module (prints, files) stays.
-
-    Args:
-        module: The model.
-        block_lists: Where its blocks are.
-
-    Yields:
-        A stack for what is to be taken back before.
-    """
-    parameters = list(module.parameters())
-    with ExitStack() as stack:
-        stack.enter_context(preserved_rng([*parameters, *module.buffers()]))
-        stack.enter_context(ModuleState(module, None).restored(module, frozenset()))
-        for parameter in parameters:
-            stack.callback(setattr, parameter, "grad", parameter.grad)
-            stack.callback(parameter.requires_grad_, parameter.requires_grad)  # several optimizers take turns by it
-        blocks, names = zip(*distinct_blocks(block_lists), strict=True)
-        for found in stand_in_for(module, blocks, names):
-            stack.callback(found.remove)
-        yield stack
-
-
-def distinct_blocks(block_lists: Sequence[BlockList]) -> list[tuple[nn.Module, str]]:
-    """The blocks of all lists, each once, with their names."""
-    pairs = [pair for found in block_lists for pair in zip(found.blocks, found.names, strict=True)]
-    return list({id(block): (block, name) for block, name in pairs}.values())
-
-
-@contextmanager
-def preserved_rng(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Put the random streams back on leaving: the CPU's, Python's, NumPy's, and those of the tensors' devices.
-
-    Args:
-        tensors: On the devices whose streams count.
-    """
-    devices = rng_devices(tensors)
-    states, host = rng_states(devices), host_rng()
-    try:
-        yield
-    finally:
-        set_rng_states(devices, states)
-        set_host_rng(host)
-
-
 @torch.compiler.disable
 def recorded_forward(original: Callable[..., Any], recorder: _Recorder, name: str, /, *args: Any, **kwargs: Any) -> Any:
     """The patched forward of a block whose calls are caught."""
@@ -262,7 +241,7 @@ class _Recorder:
         """A block is called; returns its call if it is the first of its kind."""
         capture = self.capture
         key = call_key(module, args, kwargs)
-        given = list({id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}.values())
+        given = slotted(args, kwargs)[0]
         for tensor in given:
             if (address := _address(tensor)) in self._memory:
                 self._share(*self._memory[address], address)
@@ -348,17 +327,13 @@ def module_key(module: nn.Module) -> Any:
 def call_key(module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
     """What decides whether two calls are alike."""
     leaves, spec = tree_flatten((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = slotted(args, kwargs)[0]  # those in objects, too
     autocast = tuple(
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in dict.fromkeys(("cpu", *(tensor.device.type for tensor in tensors)))
         if kind != "meta"
     )
-    return module_key(module), _shape_of(spec), tuple(map(_kind_of, leaves)), autocast
-
-
-def _shape_of(spec: TreeSpec) -> str:
-    return str(spec)
+    return module_key(module), str(spec), tuple(map(_kind_of, [*leaves, *tensors])), autocast
 
 
 def _kind_of(leaf: Any) -> Any:

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from lightning_recompute.capture import BlockCall, is_cache, preserved_rng, recorded_forward, tensors_in
+from lightning_recompute.capture import BlockCall, is_cache, recorded_forward, tensors_in
 from lightning_recompute.discard import freeing_forward, recognising_forward
 from lightning_recompute.patch import Original
 from lightning_recompute.plan import Action, Keep, RecomputePlan, Segment
@@ -27,6 +27,7 @@ from lightning_recompute.recompute import apply_recompute
 from lightning_recompute.recompute import logger as engine_logger
 from lightning_recompute.recompute_unit import recomputed_forward
 from lightning_recompute.tape import taped_forward
+from lightning_recompute.untouched import preserved_rng
 
 _PATCHES = (recorded_forward, recomputed_forward, freeing_forward, recognising_forward, taped_forward)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")

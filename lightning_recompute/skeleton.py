@@ -19,12 +19,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from lightning_recompute.blocks import BlockList
 from lightning_recompute.calls import Args, FreshCopy, Kwargs
-from lightning_recompute.capture import distinct_blocks, is_cache, plain_storage, tensors_in, undone
+from lightning_recompute.capture import is_cache, plain_storage, slotted, tensors_in
 from lightning_recompute.ledger import Ledger, storage_bytes
 from lightning_recompute.lone_block import Stage
 from lightning_recompute.patch import Patch
 from lightning_recompute.recompute_unit import needs_grad
 from lightning_recompute.timeline import Moment, MomentKind, Passage, Skeleton
+from lightning_recompute.untouched import distinct_blocks, undone
 
 
 class _Account(Ledger):
@@ -87,7 +88,7 @@ class _Recorder:
         """Run a block's forward without its graph."""
         # what a block puts into a cache is among what it holds
         args, kwargs = tree_map(lambda leaf: FreshCopy(leaf).take() if is_cache(leaf) else leaf, (args, kwargs))
-        given = list({id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}.values())
+        given = slotted(args, kwargs)[0]
         number = len(self.passages)
         numbers = tuple(map(self.account.number_of, given))
         self.enter(number, backward=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -258,3 +259,40 @@ def test_a_run_without_blocks_is_refused() -> None:
         caught(model, lambda: model.embed(batch()))
     with pytest.raises(ValueError, match="let it run the training forward"):
         caught(model, torch.no_grad()(lambda: model(batch())))
+
+
+@dataclass
+class Carried:
+    hidden: Tensor
+    scale: float
+
+
+class OnObjects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, carried: Carried) -> Carried:
+        return Carried(torch.tanh(self.linear(carried.hidden)) * carried.scale, carried.scale)
+
+
+def test_tensors_in_objects_are_inputs() -> None:
+    blocks = nn.ModuleList(OnObjects() for _ in range(3))
+    model = nn.ModuleDict({"first": nn.Linear(8, 8), "blocks": blocks})
+    x = torch.randn(4, 8)
+
+    def run() -> Tensor:
+        carried = Carried(model["first"](x), 2.0)
+        for block in blocks:
+            carried = block(carried)
+        return carried.hidden.sum()
+
+    capture = capture_calls(model, run, find_blocks(model))
+    assert capture.order == [0, 0, 0]
+    (kind,) = capture.kinds
+    assert [tuple(tensor.shape) for tensor in kind.call.tensors] == [(4, 8)]
+    assert kind.call.needs_grad == [True]
+    assert capture.chained == {1, 2}
+    (args, _) = kind.call.arguments([torch.ones(4, 8)])
+    assert torch.equal(args[0].hidden, torch.ones(4, 8))
+    assert args[0].scale == 2.0
