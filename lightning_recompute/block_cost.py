@@ -1,7 +1,7 @@
-"""What one block holds for backward, and how long it takes, under an action of a plan.
+"""What one block holds for backward under an action of a plan.
 
 Bytes come from a run on fake tensors, which takes no memory and no device; where a kernel cannot run on those, from a
-run on real ones. Seconds come from real runs.
+run on real ones.
 """
 
 from __future__ import annotations
@@ -9,36 +9,25 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import statistics
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses import fake_tensor
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_recompute.capture import BlockCall, plain_storage
 from lightning_recompute.labels import find_targets
 from lightning_recompute.ledger import Ledger, Meter, Mode, storage_bytes
-from lightning_recompute.lone_block import LoneBlock, alone, silenced
+from lightning_recompute.lone_block import FAKE_LOGGER, LoneBlock, alone, is_compiled, silenced
 from lightning_recompute.memory import open_meter
 from lightning_recompute.plan import Action, Keep, Selective
 from lightning_recompute.save_ops import GROUPS
-from lightning_recompute.throughput import own_formulas
 
 logger = logging.getLogger(__name__)
-
-# tells of every kernel that cannot run on fake tensors, with a traceback
-FAKE_LOGGER = logging.getLogger(fake_tensor.__name__)
-
-NUM_RUNS = 5
-"""Timed runs of each action; the median counts."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +116,7 @@ def measure_bytes(call: BlockCall, action: Action, *, real: bool = True, exact: 
         ValueError: The action cannot be applied to the block.
         RuntimeError: The block cannot run on fake tensors, and not `real`; the cause tells why.
     """
-    compiled = _is_compiled(call.module)
+    compiled = is_compiled(call.module)
     assert real or not exact
     if not compiled and not exact:
         try:
@@ -144,63 +133,6 @@ def measure_bytes(call: BlockCall, action: Action, *, real: bool = True, exact: 
     meter = open_meter(call.device, reset=exact) if compiled or exact else Ledger(call.device, fake=False)
     with contextlib.closing(meter), alone(call, action, None) as block:
         return _measured(block, action, meter)
-
-
-def measure_seconds(call: BlockCall, actions: Sequence[Action], num_runs: int = NUM_RUNS) -> list[float]:
-    """Measure the time of forward and backward of a block under some actions.
-
-    The actions take turns, so that a machine that slows down does so for all of them.
-
-    Args:
-        call: The block's call.
-        actions: What is recomputed.
-        num_runs: How often each is timed.
-
-    Returns:
-        For each action the median in seconds: time of the process on a CPU, of the device elsewhere.
-    """
-    times: list[list[float]] = [[] for _ in actions]
-    for _ in range(num_runs):
-        for action, found in zip(actions, times, strict=True):
-            with alone(call, action, None) as block:
-                block.step()  # the first run under a patch learns about the block
-                start = _now(call.device)
-                block.step()
-                found.append(_now(call.device) - start)
-    return [statistics.median(found) for found in times]
-
-
-def measure_flops(call: BlockCall, action: Action) -> int:
-    """Count the FLOPs of forward and backward of a block under an action, on fake tensors where it can run on those.
-
-    Args:
-        call: The block's call.
-        action: What is recomputed.
-    """
-
-    def count(fake: FakeTensorMode | None) -> int:
-        with silenced(FAKE_LOGGER), alone(call, action, fake) as block:
-            block.within(block.forward)  # the first run under a patch learns about the block
-            counter = FlopCounterMode(display=False, custom_mapping=own_formulas())
-            block.step(counter)
-            return counter.get_total_flops()
-
-    if not _is_compiled(call.module):
-        with contextlib.suppress(Exception):  # whatever a kernel says of fake tensors
-            return count(FakeTensorMode(allow_non_fake_inputs=True))
-    return count(None)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cpu":
-        return time.process_time()
-    torch.get_device_module(device.type).synchronize(device)
-    return time.perf_counter()
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    parts = module.modules()
-    return any(getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, "_orig_mod") for part in parts)
 
 
 def _frees_outputs(call: BlockCall, action: Action) -> bool:

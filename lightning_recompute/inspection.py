@@ -17,7 +17,8 @@ from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
-from lightning_recompute.block_cost import BlockCost, measure_bytes, measure_seconds
+from lightning_recompute.block_cost import BlockCost, measure_bytes
+from lightning_recompute.block_time import measure_seconds
 from lightning_recompute.blocks import BlockList, class_of, find_blocks
 from lightning_recompute.capture import BlockCall, CallKind, Capture, Run, capture_calls
 from lightning_recompute.kinds import is_matrix

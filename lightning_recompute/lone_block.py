@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -31,6 +32,9 @@ from lightning_recompute.untouched import preserved_rng
 
 _PATCHES = (recorded_forward, recomputed_forward, freeing_forward, recognising_forward, taped_forward)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+FAKE_LOGGER = logging.getLogger(fake_tensor.__name__)
+"""Tells of every kernel that cannot run on fake tensors, with a traceback."""
 
 
 @contextlib.contextmanager
@@ -101,6 +105,12 @@ def silenced(logger: logging.Logger) -> Iterator[None]:
 
 def _nothing(record: logging.LogRecord) -> bool:
     return False
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module or a part of it is compiled, so that it can neither run on fake tensors nor be watched."""
+    parts = module.modules()
+    return any(getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, "_orig_mod") for part in parts)
 
 
 class Stage(nn.Module):

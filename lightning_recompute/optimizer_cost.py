@@ -15,9 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_recompute.block_cost import FAKE_LOGGER
 from lightning_recompute.ledger import Ledger, storage_bytes
-from lightning_recompute.lone_block import silenced
+from lightning_recompute.lone_block import FAKE_LOGGER, silenced
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_recompute.block_cost import measure_flops, measure_seconds
+from lightning_recompute.block_time import measure_flops, measure_seconds
 from lightning_recompute.blocks import BlockList
 from lightning_recompute.capture import BlockCall, Capture, capture_calls
 from lightning_recompute.inspection import Costs
@@ -253,7 +253,7 @@ def profile_step(
     batch: Any = None,
     accumulating: bool = False,
     other_bytes: int = 0,
-    real: bool = True,
+    exact: bool = True,
 ) -> Profile:
     """Measure what a model's step needs.
 
@@ -267,7 +267,7 @@ def profile_step(
         batch: The batch that `run` uses; its tensors are part of the statics.
         accumulating: Whether an optimizer step follows several backward passes.
         other_bytes: What else is there all the time.
-        real: Whether a block may run on real tensors; see `measure_bytes`.
+        exact: Whether blocks run on real tensors at once; see `measure_bytes`.
 
     Raises:
         ValueError: What `capture_calls` and `run_skeleton` refuse.
@@ -298,5 +298,5 @@ def profile_step(
         run_skeleton(module, run, block_lists, accumulating=True) if accumulating else None,
         statics,
         optimizer,
-        Costs(real=real, exact=real),
+        Costs(exact=exact),
     )

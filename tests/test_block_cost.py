@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from toys import Block, Stack, stack
 
 from lightning_recompute import block_cost
-from lightning_recompute.block_cost import BlockCost, measure_bytes, measure_seconds
+from lightning_recompute.block_cost import BlockCost, measure_bytes
+from lightning_recompute.block_time import measure_seconds
 from lightning_recompute.blocks import find_blocks
 from lightning_recompute.capture import BlockCall, capture_calls
 from lightning_recompute.inspection import total_held_bytes, total_peak_bytes
