@@ -28,8 +28,9 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_recompute.callbacks import MemoryReport, ThroughputReport
 from lightning_recompute.cli_messages import explain
 from lightning_recompute.data import TextDataModule
+from lightning_recompute.first_step import ON_ONE_DEVICE
 from lightning_recompute.gpt import GPT
-from lightning_recompute.inspect_command import ON_ONE_DEVICE, SUBCOMMAND, InspectingTrainer
+from lightning_recompute.inspect_command import SUBCOMMAND, InspectingTrainer
 from lightning_recompute.policy import nearest
 from lightning_recompute.recompute_callback import Recompute
 from lightning_recompute.strategy import RecomputeStrategy

@@ -1,42 +1,22 @@
 """`lightning-recompute inspect --config FILE`: what each label saves and costs on the user's model and first batch.
 
-Lightning itself prepares everything as for a fit, up to the first training step: hooks, device, precision, data. The
-step is run once to catch how the blocks are called; then the fit ends. Nothing is trained.
+The first step of a fit is run once to catch how the blocks are called; then the fit ends (`first_step`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.types import TRAIN_DATALOADERS
-from rich.console import Console
 
+from lightning_recompute.first_step import in_first_step
 from lightning_recompute.inspection import Inspection, inspect_blocks
-from lightning_recompute.patch import Patch
+from lightning_recompute.printing import wide_console
 
 SUBCOMMAND: dict[str, set[str]] = {"inspect": {"model", "train_dataloaders", "datamodule"}}
 """The subcommand and what it does not take from the command line, as `LightningCLI.subcommands()` returns it."""
-
-ON_ONE_DEVICE: Mapping[str, Any] = {
-    "strategy": "auto",
-    "devices": 1,
-    "num_nodes": 1,
-    "logger": False,
-    "callbacks": None,
-    "fast_dev_run": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "profiler": None,
-    "num_sanity_val_steps": 0,
-}
-"""Arguments of a Trainer, whatever a config says, that leave one process, no files and no other output."""
-
-
-class _Inspected(BaseException):
-    """Ends the fit once its first step has been looked at; no `except Exception` of a user stops it."""
 
 
 class InspectingTrainer(pl.Trainer):
@@ -72,10 +52,7 @@ class InspectingTrainer(pl.Trainer):
         inspection = inspect_first_batch(
             self, model, train_dataloaders, datamodule, blocks=blocks, labels=labels, seconds=seconds
         )
-        console = Console()
-        if not console.is_terminal:
-            console.width = max(console.width, 200)  # a log file has no edge
-        console.print(inspection.to_table())
+        wide_console().print(inspection.to_table())
         return inspection
 
 
@@ -104,40 +81,8 @@ def inspect_first_batch(
         ValueError: The Trainer has several processes, training ends before a first batch, or what `inspect_blocks`
             refuses.
     """
-    if trainer.world_size > 1:
-        raise ValueError(f"inspect runs in one process, the Trainer has {trainer.world_size}: devices=1, num_nodes=1")
-    found: list[Inspection] = []
 
-    def look(original: Any, /, *args: Any, **kwargs: Any) -> Any:
-        quiet = [Patch(model, _ignored, attribute=name) for name in ("log", "log_dict")]
-        try:
-            found.append(
-                inspect_blocks(model, lambda: original(*args, **kwargs), blocks=blocks, labels=labels, seconds=seconds)
-            )
-        finally:
-            while quiet:
-                quiet.pop().remove()
-        raise _Inspected
+    def look(step: Callable[[], Any], batch: Any) -> Inspection:
+        return inspect_blocks(model, step, blocks=blocks, labels=labels, seconds=seconds)
 
-    # Lightning sets these by name
-    options = vars(trainer)
-    former = {name: options[name] for name in ("callbacks", "num_sanity_val_steps", "limit_val_batches")}
-    options.update(callbacks=[], num_sanity_val_steps=0, limit_val_batches=0)
-    step = model.training_step
-    patch = Patch(model, look, attribute="training_step")
-    vars(model)["training_step"].__wrapped__ = step  # Lightning reads from its signature what it takes
-    try:
-        trainer.fit(model, train_dataloaders, datamodule=datamodule)
-    except _Inspected:
-        return found[0]
-    finally:
-        patch.remove()
-        options.update(former)
-    raise ValueError(
-        "training ended before its first batch, so there was nothing to inspect: look at max_epochs, max_steps, "
-        "limit_train_batches and the training data"
-    )
-
-
-def _ignored(original: Any, /, *args: Any, **kwargs: Any) -> None:
-    """In place of `log`: nothing is trained, so nothing is logged."""
+    return in_first_step(trainer, model, look, train_dataloaders, datamodule)

@@ -19,11 +19,11 @@ import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import Callback
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from torchmetrics.aggregation import CatMetric
 
 from lightning_recompute.files import write_atomically
+from lightning_recompute.printing import wide_console
 
 logger = logging.getLogger(__name__)
 
@@ -135,9 +135,7 @@ def log_scalars(trainer: pl.Trainer, scalars: Mapping[str, float | None]) -> Non
 
 def show(trainer: pl.Trainer, table: Table) -> None:
     """Print a table without breaking the progress bar."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, 120)  # a log file has no edge
+    console = wide_console(120)
     with console.capture() as capture:
         console.print(table)
     progress_bar = trainer.progress_bar_callback

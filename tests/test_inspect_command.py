@@ -14,8 +14,9 @@ from lightning_modules import Net, loader
 from torch import Tensor, nn
 
 from lightning_recompute.data import TextDataModule
+from lightning_recompute.first_step import ON_ONE_DEVICE
 from lightning_recompute.gpt import GPT
-from lightning_recompute.inspect_command import ON_ONE_DEVICE, SUBCOMMAND, InspectingTrainer, inspect_first_batch
+from lightning_recompute.inspect_command import SUBCOMMAND, InspectingTrainer, inspect_first_batch
 from lightning_recompute.inspection import FULL, inspect_blocks
 from lightning_recompute.recompute_callback import Recompute
 
@@ -152,7 +153,7 @@ def broken() -> pl.LightningModule:
 @pytest.mark.parametrize(
     ("options", "module", "error", "words"),
     [
-        ({"devices": 2, "strategy": "ddp"}, Net, ValueError, "one process, the Trainer has 2"),
+        ({"devices": 2, "strategy": "ddp"}, Net, ValueError, "in one process, the Trainer has 2"),
         ({"limit_train_batches": 0}, Net, ValueError, "training ended before its first batch"),
         ({}, broken, KeyError, "label of the user's batch"),
     ],
