@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,23 @@ class Forecast:
     def fits(self) -> bool:
         """Whether every stage keeps the budget; True without one."""
         return self.budget_bytes is None or self.peak_bytes <= self.budget_bytes
+
+    def phase_peaks(self) -> dict[str, int]:
+        """The predicted peak of each phase of a step: `forward`, `backward`, `optimizer`."""
+        peaks = {"forward": 0, "backward": 0, "optimizer": self.profile.optimizer_bytes}
+        for level in self.profile.levels(self.plan):
+            phase = "backward" if level.moment.in_backward else "forward"
+            peaks[phase] = max(peaks[phase], level.num_bytes)
+        return {phase: self.profile.statics.num_bytes + peak for phase, peak in peaks.items()}
+
+    def under(self, plan: RecomputePlan, budget_bytes: int | None) -> Forecast:
+        """The forecast of another plan, and against another budget."""
+        times = [{each.action: each.seconds for each in found} for found in self.candidates]
+        actions = self.profile.actions(plan)
+        seconds = sum(times[self.profile.capture.order[call]].get(action, 0.0) for call, action in enumerate(actions))
+        return replace(
+            self, plan=plan, budget_bytes=budget_bytes, stages=(stage_forecast(self.profile, plan, seconds),)
+        )
 
     def save(self, path: str | os.PathLike[str], record: Mapping[str, Any] | None = None) -> Path:
         """Write the plan as yaml, with the forecast beside it.

@@ -101,6 +101,12 @@ class MemoryReport(Report):
             self._recorder.count()
         self._recorder.begin("forward")
 
+    def begin_forward_again(self) -> None:
+        """What has been run since forward began was no part of the step: a plan was made."""
+        if self._recorder is not None:
+            self._recorder.end(keep=False)
+            self._recorder.begin("forward")
+
     def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
         """Forward is over; Lightning drops the old gradients between forward and backward."""
         self._end()
@@ -245,27 +251,30 @@ class MemoryReport(Report):
     def _report(self, trainer: pl.Trainer) -> None:
         recorder = self._recorder
         assert recorder is not None
-        own: list[float] = [recorder.activations_bytes, recorder.meter.num_retries, _number(_predicted(trainer))]
+        predictions = _predicted(trainer)
+        own: list[float] = [recorder.activations_bytes, recorder.meter.num_retries]
+        own += [_number(predictions.get(phase)) for phase in PHASES]
         for phase in PHASES:
             own += _to_numbers(recorder.peaks.get(phase))
         epoch = trainer.current_epoch
         rows: list[dict[str, Any]] = []
         ranks = gather(trainer, own)
-        for rank, (_, _, predicted, *numbers) in enumerate(ranks):
-            for phase in PHASES:
+        for rank, (_, _, *numbers) in enumerate(ranks):
+            predicted, numbers = numbers[: len(PHASES)], numbers[len(PHASES) :]
+            for phase, number in zip(PHASES, predicted, strict=True):
                 peak, numbers = _from_numbers(numbers)
                 if peak is not None:
                     row = {"epoch": epoch, "phase": phase, "rank": rank, **asdict(peak)}
-                    rows.append({**row, "predicted_peak_bytes": None if predicted < 0 else int(predicted)})
+                    rows.append({**row, "predicted_peak_bytes": None if number < 0 else int(number)})
         self.rows += rows
         self._write(trainer)
         highest = self._highest(rows)
         if highest is not None and trainer.state.fn == "fit":  # validation alone is no point of the curve
-            predictions = [row["predicted_peak_bytes"] for row in rows if row["predicted_peak_bytes"] is not None]
+            known = [row["predicted_peak_bytes"] for row in rows if row["predicted_peak_bytes"] is not None]
             scalars = {
                 "memory/peak_gib": highest["peak_bytes"] / GIB,
                 "memory/activations_gib": max(rank[0] for rank in ranks) / GIB,
-                "memory/predicted_peak_gib": max(predictions) / GIB if predictions else None,
+                "memory/predicted_peak_gib": max(known) / GIB if known else None,
                 "memory/worst_rank": float(highest["rank"]),
             }
             log_scalars(trainer, scalars)
@@ -298,9 +307,12 @@ class MemoryReport(Report):
                 line["epoch"] = str(row["epoch"])
             if trainer.world_size > 1:
                 line["rank"] = str(row["rank"])
-            for name in ("reserved", "predicted_peak"):
-                if any(other[f"{name}_bytes"] is not None for other in rows):
-                    line[name.removesuffix("_peak")] = write((row[f"{name}_bytes"] or 0) / size)
+            if any(other["reserved_bytes"] is not None for other in rows):
+                line["reserved"] = write((row["reserved_bytes"] or 0) / size)
+            if any(other["predicted_peak_bytes"] is not None for other in rows):
+                predicted, peak = row["predicted_peak_bytes"], row["peak_bytes"]
+                line["predicted"] = "" if predicted is None else write(predicted / size)
+                line["error"] = "" if predicted is None or not peak else f"{100 * (predicted - peak) / peak:+.2f} %"
             lines.append(line | {part: write(row[f"{part}_bytes"] / size) for part in _PARTS})
         title = f"Memory in {unit}, {title}"
         if trainer.world_size > 1:
@@ -321,13 +333,15 @@ def _callbacks(trainer: Any) -> list[Any]:
     return list(trainer.callbacks)  # an attribute that Lightning's types do not know
 
 
-def _predicted(trainer: pl.Trainer) -> int | None:
-    # whoever made a plan within a budget knows
+def _predicted(trainer: pl.Trainer) -> dict[str, int]:
+    """The predicted peak of each phase, from whoever made a plan within a budget."""
     for owner in (trainer.strategy, *_callbacks(trainer)):
+        if (forecast := getattr(owner, "forecast", None)) is not None and hasattr(forecast, "phase_peaks"):
+            return dict(forecast.phase_peaks())
         predicted = getattr(owner, "predicted_peak_bytes", None)
-        if isinstance(predicted, int):
-            return predicted
-    return None
+        if isinstance(predicted, int):  # one for all
+            return dict.fromkeys(PHASES, predicted)
+    return {}
 
 
 def _number(value: int | None) -> float:

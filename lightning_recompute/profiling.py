@@ -109,6 +109,11 @@ class Profile:
         """Numbers of the calls of a block, by its index in a plan; none if backward does not come to it."""
         return [call for call, name in enumerate(self.capture.names) if self._index[name] == block]
 
+    def release(self) -> None:
+        """Let go of the tensors that blocks were called with; from now on only what was measured is known."""
+        for kind in self.capture.kinds:
+            kind.call.release()
+
     def block_of(self, call: int) -> int:
         """Index in a plan of the block of a call."""
         return self._index[self.capture.names[call]]

@@ -6,11 +6,13 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from lightning_recompute.forecast import Forecast
 from lightning_recompute.plan import Full, RecomputePlan, SaveOps
 from lightning_recompute.policy import Granularity, Method, RecomputePolicy
 from lightning_recompute.recompute import RecomputeHandle
@@ -40,8 +42,12 @@ class Recompute(pl.Callback):
             of module names (`*.mlp.experts`). Null means `core_attn`.
         distribute_saved_activations: Keep unit inputs as shards over the tensor-parallel group. Needs such a group.
         offload_saved_activations: Keep unit inputs in host memory. Refused where the run itself is on the CPU.
-        plan: An explicit plan, or the path of one that a run wrote (`plan.yaml`). Excludes the six words above: each
-            has to be left at its default.
+        memory_budget: Choose the fastest plan whose peak keeps this budget, from a measurement on the first batch: a
+            size (`22GiB`), a number of bytes, or a fraction of the device (0.9; of a CPU, of what the process may use).
+            The plan and its predicted peak are logged; a larger batch is planned for anew. Excludes the six words
+            above: each has to be left at its default. Not under FSDP.
+        plan: An explicit plan, or the path of one that a run wrote (`plan.yaml`). Excludes the six words and
+            `memory_budget`.
         blocks: Where the blocks are: dotted path(s) of block lists (`model.layers`) or class name(s) of blocks
             (`LlamaDecoderLayer`). Null: found.
         check: Debugging: compare every value of each block's first replay with its forward and name block and module
@@ -64,6 +70,7 @@ class Recompute(pl.Callback):
         modules: Sequence[str] | None = None,
         distribute_saved_activations: bool = False,
         offload_saved_activations: bool = False,
+        memory_budget: str | int | float | None = None,
         plan: str | Path | RecomputePlan | None = None,
         blocks: str | Sequence[str] | None = None,
         check: bool = False,
@@ -76,7 +83,7 @@ class Recompute(pl.Callback):
             distribute_saved_activations=distribute_saved_activations,
             offload_saved_activations=offload_saved_activations,
         )
-        self._session = RecomputeSession(policy, plan, blocks, check)
+        self._session = RecomputeSession(policy, plan, blocks, check, memory_budget)
         if distribute_saved_activations:
             raise ValueError(
                 "distribute_saved_activations=True needs tensor-parallel ranks to keep the shards; this callback knows "
@@ -87,6 +94,11 @@ class Recompute(pl.Callback):
     def active_plan(self) -> RecomputePlan | None:
         """What is recomputed where while a module is being fitted; None at any other time."""
         return self._session.active_plan
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """What the plan for `memory_budget` will need; None without one, and before the first batch."""
+        return self._session.forecast
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse a Trainer that recomputes by other means, and go to the front of its callbacks.
@@ -115,6 +127,10 @@ class Recompute(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Patch the module's blocks."""
         with _unwrapped(pl_module) as sharded:
+            if self._session.budget is not None and (sharded or _is_sharded(pl_module)):
+                raise ValueError(
+                    "memory_budget under FSDP: what a shard needs cannot be planned for. Give the six words, or a plan"
+                )
             self._session.begin(pl_module, trainer, trainer.strategy.root_device, logger)
         if self._session.handle is not None and (unit := _unit_across(self._session.handle, sharded)):
             self._session.end()
@@ -123,6 +139,12 @@ class Recompute(pl.Callback):
                 "parameters of one block at a time, and a unit needs those of all its blocks. Leave num_layers out (a "
                 "unit for each block), or wrap the blocks of a unit together"
             )
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Under a memory budget: make the plan when a batch needs one."""
+        self._session.before_batch(pl_module, trainer, batch, batch_idx, logger)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the patches off."""
@@ -158,6 +180,10 @@ def _unwrapped(module: nn.Module) -> Iterator[set[nn.Module]]:
     finally:
         for parent, name, child in taken:
             setattr(parent, name, child)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(isinstance(part, FSDPModule) for part in module.modules())
 
 
 def _unit_across(handle: RecomputeHandle, sharded: set[nn.Module]) -> tuple[str, ...]:

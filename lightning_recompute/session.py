@@ -20,11 +20,14 @@ import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import nn
 
-from lightning_recompute.blocks import BlockList
+from lightning_recompute.blocks import BlockList, find_blocks
+from lightning_recompute.budgeting import Budget
+from lightning_recompute.forecast import Forecast
 from lightning_recompute.label_warnings import FirstBatchCheck
 from lightning_recompute.plan import Action, Full, Keep, RecomputePlan, SaveOps, Selective
 from lightning_recompute.policy import RecomputePolicy
 from lightning_recompute.recompute import RecomputeHandle, apply_recompute
+from lightning_recompute.units import format_bytes, format_seconds
 from lightning_recompute.version import __version__
 
 PLAN_FILE = "plan.yaml"
@@ -40,9 +43,10 @@ class RecomputeSession:
         plan: An explicit plan, or the path of one; the words are then to be left at their defaults.
         blocks: Where the blocks are; None: found.
         check: Compare each block's first replay with its forward.
+        memory_budget: Let the first batch decide: the fastest plan that keeps this budget; see `budget_bytes`.
 
     Raises:
-        ValueError: A plan beside words that differ from their defaults.
+        ValueError: Two of plan, memory_budget, and words that differ from their defaults; or the budget is none.
         TypeError: `plan` is neither plan nor path.
         FileNotFoundError: There is no file at the path.
     """
@@ -53,7 +57,9 @@ class RecomputeSession:
         plan: str | Path | RecomputePlan | None,
         blocks: str | Sequence[str] | None,
         check: bool = False,
+        memory_budget: str | int | float | None = None,
     ) -> None:
+        self.budget = None if memory_budget is None else _sole_budget(memory_budget, plan, policy)
         self.what = policy if plan is None else _explicit(plan, policy)
         self.blocks = blocks
         self.check = check
@@ -71,6 +77,11 @@ class RecomputeSession:
         """What is recomputed where; None before it has begun, after its end, and when nothing is recomputed."""
         return self._handle.plan if self._handle is not None else None
 
+    @property
+    def forecast(self) -> Forecast | None:
+        """What the plan that a budget led to will need; None without one, and before the first batch."""
+        return self.budget.forecast if self.budget is not None else None
+
     def begin(self, module: nn.Module, trainer: pl.Trainer, device: torch.device, logger: logging.Logger) -> None:
         """Patch a module's blocks, say so in a line for each block list, and write `plan.yaml` beside the logs.
 
@@ -84,22 +95,73 @@ class RecomputeSession:
             ValueError: What `apply_recompute` refuses.
         """
         self.end()
+        if self.budget is not None:
+            find_blocks(module, self.blocks)  # before the first batch, which the plan waits for
+            return
         if isinstance(self.what, RecomputePolicy) and self.what.granularity is None:
             logger.info("granularity=None: nothing is recomputed")
             return
-        self._handle = apply_recompute(module, self.what, blocks=self.blocks, check=self.check)
+        self._apply(self.what, module, trainer, device, logger)
+
+    def before_batch(
+        self, module: pl.LightningModule, trainer: pl.Trainer, batch: Any, batch_idx: int, logger: logging.Logger
+    ) -> bool:
+        """Under a memory budget: plan for the first batch, and again for every batch that is larger.
+
+        Args:
+            module: The module, on its device.
+            trainer: Whose fit it is.
+            batch: The batch that is about to be trained on.
+            batch_idx: Its number.
+            logger: Told on rank 0.
+
+        Returns:
+            Whether a plan was made.
+
+        Raises:
+            BudgetError: No plan keeps the budget.
+            ValueError: The module's step cannot be measured.
+        """
+        if self.budget is None:
+            return False
+        self.budget.after_step(logger)
+        if not self.budget.is_due(batch):
+            return False
+        self._take_off()
+        forecast = self.budget.plan(trainer, module, batch, batch_idx, self.blocks)
+        self._apply(forecast.plan, module, trainer, trainer.strategy.root_device, logger)
+        if trainer.is_global_zero:
+            logger.info("%s", summary(forecast))
+        self.budget.watch(trainer, module)
+        return True
+
+    def _apply(
+        self,
+        what: RecomputePolicy | RecomputePlan,
+        module: nn.Module,
+        trainer: pl.Trainer,
+        device: torch.device,
+        logger: logging.Logger,
+    ) -> None:
+        self._handle = apply_recompute(module, what, blocks=self.blocks, check=self.check)
         # asks the other processes for the folder, so all of them go through it
         folder = trainer.log_dir
         if trainer.is_global_zero:
             logger.info("%s", describe(self._handle.plan, self._handle.block_lists))
-            # says with the first batch when a label saves nothing on this model
-            self._first_batch = FirstBatchCheck(self._handle.plan, self._handle.block_lists, logger)
+            if self.budget is None:
+                # says with the first batch when a label saves nothing on this model
+                self._first_batch = FirstBatchCheck(self._handle.plan, self._handle.block_lists, logger)
             # fast_dev_run (set on the Trainer by name) means to leave no files
             if folder is not None and not getattr(trainer, "fast_dev_run", False):
                 self._write_plan(self._handle, folder, trainer, device)
 
     def end(self) -> None:
         """Put the module's own forwards back; does nothing when there is none of ours."""
+        self._take_off()
+        if self.budget is not None:
+            self.budget.begin_again()
+
+    def _take_off(self) -> None:
         first_batch, self._first_batch = self._first_batch, None
         if first_batch is not None:
             first_batch.remove()
@@ -122,6 +184,9 @@ class RecomputeSession:
             "seed": torch.initial_seed(),
             "block_lists": {block_list.name: len(block_list) for block_list in handle.block_lists},
         }
+        if self.forecast is not None:
+            record["memory_budget_bytes"] = self.forecast.budget_bytes
+            record["predicted_peak_bytes"] = self.forecast.peak_bytes
         filesystem = get_filesystem(folder)
         if "file" not in filesystem.protocol:
             with tempfile.TemporaryDirectory() as local:
@@ -133,6 +198,17 @@ class RecomputeSession:
         if self.source is not None and target.exists() and target.samefile(self.source):
             return
         handle.plan.save(target, record)
+
+
+def summary(forecast: Forecast) -> str:
+    """What a forecast says, in a line."""
+    (stage,) = forecast.stages
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in stage.breakdown.items() if size)
+    budget = "" if forecast.budget_bytes is None else f" of the budget of {format_bytes(forecast.budget_bytes)}"
+    return (
+        f"Predicted peak: {format_bytes(stage.peak_bytes)}{budget}, at: {stage.moment} ({parts}); recompute takes "
+        f"about {format_seconds(stage.extra_seconds)} a batch"
+    )
 
 
 def describe(plan: RecomputePlan, block_lists: Sequence[BlockList]) -> str:
@@ -176,16 +252,39 @@ def _in_words(action: Action) -> str:
 
 
 def _explicit(plan: str | Path | RecomputePlan, policy: RecomputePolicy) -> RecomputePlan:
-    default = RecomputePolicy()
-    words = [word for word in vars(default) if getattr(policy, word) != getattr(default, word)]
-    if words:
-        given = ", ".join(f"{word}={getattr(policy, word)!r}" for word in words)
-        raise ValueError(f"plan and {given}: a plan says it all. Leave out {' and '.join(words)}, or leave out plan")
+    if words := _words(policy):
+        raise ValueError(
+            f"plan and {_given(words)}: a plan says it all. Leave out {' and '.join(words)}, or leave out plan"
+        )
     if isinstance(plan, RecomputePlan):
         return plan
     if not isinstance(plan, str | os.PathLike):
         raise TypeError(f"plan={plan!r}: a RecomputePlan, or the path of one, is due")
     return RecomputePlan.load(plan)
+
+
+def _sole_budget(
+    memory_budget: str | int | float, plan: str | Path | RecomputePlan | None, policy: RecomputePolicy
+) -> Budget:
+    budget = Budget(memory_budget)
+    if plan is not None:
+        raise ValueError(f"memory_budget={memory_budget!r} and plan={plan!r}: a budget makes the plan. Leave one out")
+    if words := _words(policy):
+        raise ValueError(
+            f"memory_budget={memory_budget!r} and {_given(words)}: a budget chooses what is recomputed. Leave out one "
+            "or the other"
+        )
+    return budget
+
+
+def _words(policy: RecomputePolicy) -> dict[str, object]:
+    """The words that differ from their defaults."""
+    default = RecomputePolicy()
+    return {word: value for word, value in vars(policy).items() if value != getattr(default, word)}
+
+
+def _given(words: dict[str, object]) -> str:
+    return ", ".join(f"{word}={value!r}" for word, value in words.items())
 
 
 def _device_name(device: torch.device) -> str:

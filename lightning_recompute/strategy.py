@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.memory import is_oom_error
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from lightning_recompute.forecast import Forecast
 from lightning_recompute.lightning_private import (
     ReplicatedStrategy,
     StartMethod,
@@ -54,8 +55,12 @@ class RecomputeStrategy(ReplicatedStrategy):
             of module names (`*.mlp.experts`). Null means `core_attn`.
         distribute_saved_activations: Keep unit inputs as shards over the tensor-parallel group. Needs such a group.
         offload_saved_activations: Keep unit inputs in host memory. Refused where the run itself is on the CPU.
-        plan: An explicit plan, or the path of one that a run wrote (`plan.yaml`). Excludes the six words above: each
-            has to be left at its default.
+        memory_budget: Choose the fastest plan whose peak keeps this budget, from a measurement on the first batch: a
+            size (`22GiB`), a number of bytes, or a fraction of the device (0.9; of a CPU, of what the process may use).
+            The plan and its predicted peak are logged; a larger batch is planned for anew. Excludes the six words
+            above: each has to be left at its default.
+        plan: An explicit plan, or the path of one that a run wrote (`plan.yaml`). Excludes the six words and
+            `memory_budget`.
         blocks: Where the blocks are: dotted path(s) of block lists (`model.layers`) or class name(s) of blocks
             (`LlamaDecoderLayer`). Null: found.
         check: Debugging: compare every value of each block's first replay with its forward and name block and module
@@ -96,6 +101,7 @@ class RecomputeStrategy(ReplicatedStrategy):
         modules: Sequence[str] | None = None,
         distribute_saved_activations: bool = False,
         offload_saved_activations: bool = False,
+        memory_budget: str | int | float | None = None,
         plan: str | Path | RecomputePlan | None = None,
         blocks: str | Sequence[str] | None = None,
         check: bool = False,
@@ -126,6 +132,7 @@ class RecomputeStrategy(ReplicatedStrategy):
         self.modules = modules
         self.distribute_saved_activations = distribute_saved_activations
         self.offload_saved_activations = offload_saved_activations
+        self.memory_budget = memory_budget
         self.plan = plan
         self.blocks = blocks
         self.check = check
@@ -137,7 +144,7 @@ class RecomputeStrategy(ReplicatedStrategy):
             distribute_saved_activations=distribute_saved_activations,
             offload_saved_activations=offload_saved_activations,
         )
-        self._session = RecomputeSession(policy, plan, blocks, check)
+        self._session = RecomputeSession(policy, plan, blocks, check, memory_budget)
         if distribute_saved_activations:
             raise ValueError(
                 "distribute_saved_activations=True needs tensor-parallel ranks to keep the shards; every process of "
@@ -149,6 +156,21 @@ class RecomputeStrategy(ReplicatedStrategy):
     def active_plan(self) -> RecomputePlan | None:
         """What is recomputed where while a module is being fitted; None at any other time."""
         return self._session.active_plan
+
+    @property
+    def forecast(self) -> Forecast | None:
+        """What the plan for `memory_budget` will need; None without one, and before the first batch."""
+        return self._session.forecast
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Under a memory budget: make the plan when a batch needs one."""
+        super().on_train_batch_start(batch, batch_idx)
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if self._session.before_batch(self.lightning_module, trainer, batch, batch_idx, logger):
+            for callback in vars(trainer)["callbacks"]:  # an attribute that Lightning's types do not know
+                if hasattr(callback, "begin_forward_again"):  # MemoryReport has begun before
+                    callback.begin_forward_again()
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Bring the module to its device and, when fitting, patch its blocks, wrap it and make the optimizers."""
