@@ -287,9 +287,11 @@ def total_peak_bytes(capture: Capture, costs: Sequence[BlockCost]) -> int:
     peak = 0
     later: dict[str, int] = {}
     for position, (index, name) in reversed(list(enumerate(zip(capture.order, capture.names, strict=True)))):
-        own = costs[index].peak_bytes
-        if not costs[index].phases.chained.again_bytes:  # an input that was freed is made again
-            own -= _freed_by_chain(capture, costs, position)
+        phases = costs[index].phases
+        freed = _freed_by_chain(capture, costs, position)
+        own = costs[index].peak_bytes - freed
+        if phases.chained.again_bytes:  # an input that was freed is there in forward, and made again in backward
+            own = max(own + phases.chained.again_bytes, freed + phases.forward_bytes)
         later.pop(name, None)
         peak = max(peak, _held_before(capture, costs, position) + own + sum(later.values()))
         later[name] = costs[index].gradient_bytes
