@@ -29,6 +29,7 @@ TORCH_FREE = {
 }
 HOOK_OWNERS = {"frame", "discard"}
 FACING_LIGHTNING = {
+    "budgeting",
     "callbacks",
     "cli",
     "data",
