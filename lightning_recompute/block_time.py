@@ -44,12 +44,13 @@ def measure_seconds(call: BlockCall, actions: Sequence[Action], num_runs: int = 
     return [statistics.median(found) for found in times]
 
 
-def measure_flops(call: BlockCall, action: Action) -> int:
+def measure_flops(call: BlockCall, action: Action, *, exact: bool = False) -> int:
     """Count the FLOPs of forward and backward of a block under an action, on fake tensors where it can run on those.
 
     Args:
         call: The block's call.
         action: What is recomputed.
+        exact: Run on real tensors at once.
     """
 
     def count(fake: FakeTensorMode | None) -> int:
@@ -59,7 +60,7 @@ def measure_flops(call: BlockCall, action: Action) -> int:
             block.step(counter)
             return counter.get_total_flops()
 
-    if not is_compiled(call.module):
+    if not is_compiled(call.module) and not exact:
         with contextlib.suppress(Exception):  # whatever a kernel says of fake tensors
             return count(FakeTensorMode(allow_non_fake_inputs=True))
     return count(None)

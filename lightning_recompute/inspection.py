@@ -186,14 +186,14 @@ class Costs:
 
     def __init__(self, *, real: bool = True, exact: bool = False) -> None:
         self._real = real
-        self._exact = exact
+        self.exact = exact
         self._known: dict[tuple[int, Action], tuple[BlockCall, BlockCost]] = {}
 
     def of(self, call: BlockCall, action: Action) -> BlockCost:
         """The cost of a call under an action."""
         key = (id(call), action)
         if key not in self._known:
-            self._known[key] = call, measure_bytes(call, action, real=self._real, exact=self._exact)
+            self._known[key] = call, measure_bytes(call, action, real=self._real, exact=self.exact)
         return self._known[key][1]
 
 

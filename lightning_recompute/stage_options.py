@@ -6,6 +6,8 @@ recompute of the whole block, and of several blocks together. What another optio
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 from lightning_recompute.capture import BlockCall
 from lightning_recompute.cost import Choices, Option, StageCosts
 from lightning_recompute.errors import RecomputeError
+from lightning_recompute.inspection import is_useless
 from lightning_recompute.labels import available_labels
 from lightning_recompute.plan import Action, Full, Keep, RecomputePlan, SaveOps, Segment, Selective
 from lightning_recompute.profiling import Profile
@@ -101,14 +104,29 @@ def candidates(profile: Profile, prices: Prices | None = None) -> list[list[Cand
     Returns:
         For each of `profile.capture.kinds`: keeping first, and whatever no other action beats in everything.
     """
-    return [_of_kind(profile, index, prices) for index in range(len(profile.capture.kinds))]
+    with _little_to_collect():
+        return [_of_kind(profile, index, prices) for index in range(len(profile.capture.kinds))]
+
+
+@contextlib.contextmanager
+def _little_to_collect() -> Iterator[None]:
+    """Let the many collections between measurements look at new objects only."""
+    is_ours = gc.get_freeze_count() == 0
+    if is_ours:
+        gc.collect()
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if is_ours:
+            gc.unfreeze()
 
 
 def _of_kind(profile: Profile, index: int, prices: Prices | None) -> list[Candidate]:
     call = profile.capture.order.index(index)
     block = profile.kind_of(call)
     costs: dict[Action, tuple[int, ...]] = {}
-    for action in _actions(block):
+    for action in _actions(profile, block):
         try:
             phases = profile.costs.of(block, action).phases
         except (ValueError, RecomputeError):  # an operator that the block does not have
@@ -132,9 +150,14 @@ def _of_kind(profile: Profile, index: int, prices: Prices | None) -> list[Candid
     return [Candidate(action, seconds[action]) for action in worthwhile]
 
 
-def _actions(block: BlockCall) -> Iterator[Action]:
+def _actions(profile: Profile, block: BlockCall) -> Iterator[Action]:
     yield Keep()
-    labels = list(available_labels(block.module))
+    kept = profile.costs.of(block, Keep()).phases.inner_bytes
+    labels = [
+        label
+        for label in available_labels(block.module)
+        if not is_useless(kept - profile.costs.of(block, Selective((label,))).phases.inner_bytes, kept)
+    ]
     for size in range(1, len(labels) + 1):
         for words in itertools.combinations(labels, size):
             if not any(pair <= set(words) for pair in _NESTED):
