@@ -175,7 +175,7 @@ class Profile:
         phases = cost.phases
         passage = self.skeleton.passages[call]
         # an input that is freed where it was made is made again for this block's backward
-        frees = call in self.capture.chained and actions[call - 1] == actions[call]
+        frees = call in self.capture.chained and self._frees_output(call - 1, actions[call - 1])
         given, inner_bytes, again = (
             (phases.chained.given, phases.chained.inner_bytes, phases.chained.again_bytes)
             if frees
@@ -189,6 +189,11 @@ class Profile:
             backward_bytes=again + (phases.accumulating_bytes if accumulating else phases.backward_bytes),
             gradient_bytes=0 if accumulating else cost.gradient_bytes,
         )
+
+    def _frees_output(self, call: int, action: Action) -> bool:
+        """Whether what a call returns is freed where the next call would hold it, if that one frees such things too."""
+        phases = self.costs.of(self.kind_of(call), action).phases
+        return (phases.chained.given, phases.chained.inner_bytes) != (phases.given, phases.inner_bytes)
 
     def _unit_costs(self, unit: Sequence[int], actions: Sequence[Action], accumulating: bool) -> list[CallCost]:
         """What the calls of a unit of several blocks add: they keep the unit's inputs, and replay all at once."""
@@ -234,7 +239,7 @@ class Profile:
         """FLOPs of forward and backward of a call under an action."""
         key = self.capture.order[call], action
         if key not in self._flops:
-            self._flops[key] = measure_flops(self.kind_of(call), action)
+            self._flops[key] = measure_flops(self.kind_of(call), action, exact=self.costs.exact)
         return self._flops[key]
 
     def time(self, actions: Iterable[Action]) -> None:
