@@ -1,4 +1,6 @@
-"""The command line: `lightning-recompute fit|validate|test|predict|inspect --config FILE`, for any LightningModule.
+"""The command line for any LightningModule: `lightning-recompute COMMAND --config FILE`.
+
+Commands are Lightning's (fit, validate, test, predict) and inspect, plan and compare.
 
 A mistake in the user's arguments ends in one message and exit code 2; anything else keeps its traceback.
 """
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dis
+import json
 import logging
 import os
 import re
@@ -14,7 +17,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 from jsonargparse import DefaultHelpFormatter, Namespace, set_parsing_settings
@@ -27,10 +30,15 @@ from omegaconf.errors import OmegaConfBaseException
 # Imported for their names on the command line: `--model GPT`, `--trainer.callbacks+=MemoryReport`.
 from lightning_recompute.callbacks import MemoryReport, ThroughputReport
 from lightning_recompute.cli_messages import explain
+from lightning_recompute.command_config import num_replicas, recompute_entry
+from lightning_recompute.compare_command import compare
 from lightning_recompute.data import TextDataModule
 from lightning_recompute.first_step import ON_ONE_DEVICE
 from lightning_recompute.gpt import GPT
-from lightning_recompute.inspect_command import SUBCOMMAND, InspectingTrainer
+from lightning_recompute.inspect_command import SUBCOMMAND as INSPECT
+from lightning_recompute.inspect_command import InspectingTrainer
+from lightning_recompute.plan_command import SUBCOMMAND as PLAN
+from lightning_recompute.plan_command import PlanningTrainer
 from lightning_recompute.policy import nearest
 from lightning_recompute.recompute_callback import Recompute
 from lightning_recompute.strategy import RecomputeStrategy
@@ -45,6 +53,10 @@ EPILOG = """The arguments of a class:
   {program} fit --trainer.callbacks.help {callback}   (also {callbacks})
   {program} fit --model.help {model}
   {program} fit --data.help {data}"""
+
+# The subcommands that look at the first step of a fit, and the one that runs others.
+LOOKING = {**INSPECT, **PLAN}
+COMPARE = "compare"
 
 # A mistake in the user's arguments travels through these packages only. With a module of the user's own in between,
 # the place matters, and the traceback stays.
@@ -71,6 +83,12 @@ class Parser(LightningArgumentParser):
         if getattr(rank_zero_only, "rank", 0) == 0:
             print(f"error: {explain(message, options)}", file=sys.stderr)
         sys.exit(USAGE_ERROR)
+
+
+class CommandTrainer(InspectingTrainer, PlanningTrainer):
+    """Lightning's Trainer with our commands: the subcommands of LightningCLI are methods of its Trainer."""
+
+    compare = staticmethod(compare)
 
 
 class ValidationLine(pl.Callback):
@@ -105,7 +123,7 @@ class RecomputeCLI(LightningCLI):
         )
         common = {"formatter_class": HelpFormatter, "epilog": epilog}
         super().__init__(
-            trainer_class=InspectingTrainer,
+            trainer_class=CommandTrainer,
             parser_class=Parser,
             parser_kwargs={
                 "prog": PROGRAM,
@@ -123,8 +141,8 @@ class RecomputeCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Lightning's own, and `inspect`."""
-        return {**LightningCLI.subcommands(), **SUBCOMMAND}
+        """Lightning's own and ours, with what each does not take from the command line."""
+        return {**LightningCLI.subcommands(), **LOOKING, COMPARE: {"config"}}
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, and say which interpolation has no target."""
@@ -141,9 +159,8 @@ class RecomputeCLI(LightningCLI):
         trainer = self.config[self.config["subcommand"]]["trainer"]
         if not isinstance(trainer, Namespace):
             self.parser.error(f"trainer: found {trainer!r}; a mapping of the Trainer's arguments is due")
-        if self.config["subcommand"] in SUBCOMMAND:
-            for name, value in ON_ONE_DEVICE.items():
-                trainer[name] = value
+        if self.config["subcommand"] in LOOKING:
+            self._look_on_one_device(trainer)
         strategy = trainer.get("strategy")
         names = ["auto", *StrategyRegistry.available_strategies()]
         if not isinstance(strategy, str) or strategy.lower() in names:
@@ -156,8 +173,23 @@ class RecomputeCLI(LightningCLI):
             )
         self.parser.error(f"trainer.strategy: there is no strategy named {strategy!r}; {nearest(strategy, names)}")
 
+    def _look_on_one_device(self, trainer: Namespace) -> None:
+        """Leave out what a look at the first step does not need, once what it says about recompute is known."""
+        arguments = self.config[self.config["subcommand"]]
+        given = trainer.as_dict()
+        of_config = {**recompute_entry(given).get("init_args", {}), "num_replicas": num_replicas(given)}
+        for name in ("memory_budget", "blocks", "num_replicas"):
+            if name in arguments and arguments[name] is None:
+                arguments[name] = of_config.get(name)
+        for name, value in ON_ONE_DEVICE.items():
+            trainer[name] = value
+
     def instantiate_classes(self) -> None:
         """Make model, data and Trainer, and say what their constructors refused."""
+        if self.config["subcommand"] == COMPARE:  # each setting makes its own, in a process of its own
+            self.config_init, self.model, self.datamodule = self.config, None, None
+            self.trainer = CommandTrainer  # type: ignore[assignment]  # asked for its command only
+            return
         try:
             super().instantiate_classes()
         except (ValueError, TypeError, OSError, MisconfigurationException) as error:
@@ -167,6 +199,12 @@ class RecomputeCLI(LightningCLI):
             if not _is_refusal(cause):
                 raise
             self.parser.error(str(error))
+
+    def compare(self, **arguments: Any) -> None:
+        """Run `compare` with the whole config, which it hands on to other processes."""
+        text = self._parser(COMPARE).dump(self.config[COMPARE], skip_none=False, format="json")
+        own = {name: value for name, value in arguments.items() if name != "model"}
+        compare({name: value for name, value in json.loads(text).items() if name not in own}, **own)
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -7,12 +7,12 @@ import uuid
 from pathlib import Path
 
 
-def write_atomically(path: str | os.PathLike[str], text: str) -> Path:
-    """Write `text` to `path` so that no reader, and no crash, ever sees half of it.
+def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> Path:
+    """Write `content` to `path` so that no reader, and no crash, ever sees half of it.
 
     Args:
         path: The file to write; folders on the way are made.
-        text: Its whole content, written as UTF-8.
+        content: Its whole content; a string is written as UTF-8.
 
     Returns:
         The path written.
@@ -24,8 +24,8 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{uuid.uuid4().hex}.tmp"
     try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            file.write(text)
+        with open(temporary, "xb") as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())  # a rename may reach the disk before the content does
         os.replace(temporary, path)

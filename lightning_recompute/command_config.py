@@ -1,0 +1,136 @@
+"""What a config of `fit` says to the commands that look at a model or compare settings, and how it is changed for them.
+
+A config is a nested mapping, as a yaml has it.
+"""
+
+from __future__ import annotations
+
+import pydoc
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lightning_recompute.recompute_callback import Recompute
+from lightning_recompute.strategy import RecomputeStrategy
+
+Config = Mapping[str, Any]
+
+
+def is_ours(entry: Any, kind: type) -> bool:
+    """Whether an entry of a config names one of our classes, or one made of it.
+
+    Args:
+        entry: `{class_path: ..., init_args: ...}`, or anything else.
+        kind: The class.
+    """
+    if not isinstance(entry, Mapping) or "class_path" not in entry:
+        return False
+    named = pydoc.locate(str(entry["class_path"]))
+    return isinstance(named, type) and issubclass(named, kind)
+
+
+def recompute_entry(trainer: Config) -> dict[str, Any]:
+    """The entry of the strategy or callback that recomputes, as `{class_path: ..., init_args: ...}`; empty without.
+
+    Args:
+        trainer: The Trainer's part of the config.
+    """
+    strategy = trainer.get("strategy")
+    if isinstance(strategy, str) and strategy.lower() in RecomputeStrategy.registered_names:
+        start_method = RecomputeStrategy.registered_names[strategy.lower()]
+        return {"class_path": _path(RecomputeStrategy), "init_args": {"start_method": start_method}}
+    callbacks = trainer.get("callbacks") or []
+    for entry in (strategy, *(callbacks if isinstance(callbacks, list) else [callbacks])):
+        if is_ours(entry, RecomputeStrategy) or is_ours(entry, Recompute):
+            return {"class_path": entry["class_path"], "init_args": dict(entry.get("init_args") or {})}
+    return {}
+
+
+def num_replicas(trainer: Config) -> int:
+    """Processes that the Trainer would have; where that is found by Lightning, one for each CUDA device.
+
+    Args:
+        trainer: The Trainer's part of the config.
+    """
+    devices, num_nodes = trainer.get("devices"), trainer.get("num_nodes") or 1
+    if isinstance(devices, str) and "," in devices:
+        devices = [device for device in devices.split(",") if device.strip()]
+    if isinstance(devices, list):
+        return len(devices) * num_nodes
+    try:
+        number = int(devices)  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # auto
+        number = -1
+    if number >= 1:
+        return number * num_nodes
+    on_cpu = trainer.get("accelerator") == "cpu"
+    return (1 if on_cpu else max(torch.cuda.device_count(), 1)) * num_nodes
+
+
+def _path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+# ---- the fit of a setting
+
+WITHOUT_EXTRAS: Config = {
+    "logger": False,
+    "fast_dev_run": False,
+    "barebones": False,
+    "profiler": None,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "limit_val_batches": 0,
+    "val_check_interval": None,
+    "max_epochs": -1,
+    "min_epochs": None,
+    "min_steps": None,
+    "max_time": None,
+}
+"""Arguments of a Trainer that leave training alone: no validation, no files but those of the reports, no bars."""
+
+_CHOICES = (
+    "granularity",
+    "method",
+    "num_layers",
+    "modules",
+    "distribute_saved_activations",
+    "offload_saved_activations",
+    "memory_budget",
+    "plan",
+)
+
+
+def config_of_setting(config: Config, choice: Config, *, steps: int, warmup_steps: int, folder: str) -> dict[str, Any]:
+    """The config of a short fit under a setting, made from the user's.
+
+    The user's strategy stays: one that recomputes is told the setting, beside any other is put our callback. Other
+    callbacks are left out, as they may save, stop, validate or log.
+
+    Args:
+        config: The user's.
+        choice: The setting, as arguments of `Recompute`.
+        steps: Optimizer steps.
+        warmup_steps: Batches before the speed counts.
+        folder: For the reports.
+    """
+    former = dict(config["trainer"])
+    entry = recompute_entry(former)
+    others = {name: value for name, value in entry.get("init_args", {}).items() if name not in _CHOICES}
+    # any FLOP/s will do: what is read is the ratio of MFU and HFU
+    speed = {"warmup_steps": warmup_steps, "peak_flops": 1.0, "print_table": False}
+    callbacks = [_report("MemoryReport", print_table=False), _report("ThroughputReport", **speed)]
+    ours = {**others, **choice}
+    if is_ours(entry, RecomputeStrategy):
+        former["strategy"] = {"class_path": entry["class_path"], "init_args": ours}
+    else:
+        callbacks.append({"class_path": entry.get("class_path", _path(Recompute)), "init_args": ours})
+    trainer = {**former, **WITHOUT_EXTRAS, "callbacks": callbacks, "max_steps": steps, "default_root_dir": folder}
+    return {**config, "trainer": trainer}
+
+
+def _report(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"class_path": f"lightning_recompute.{name}", "init_args": arguments}

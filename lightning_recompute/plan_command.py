@@ -1,0 +1,213 @@
+"""`lightning-recompute plan --config FILE`: the fastest plan within a budget, on the user's model and first batch.
+
+The first step of a fit is measured; then the fit ends (`first_step`). Nothing is trained.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.types import TRAIN_DATALOADERS
+from rich.console import Console
+
+from lightning_recompute.device_memory import DEFAULT_FRACTION, budget_bytes
+from lightning_recompute.files import write_atomically
+from lightning_recompute.first_step import in_first_step
+from lightning_recompute.overview import Overview, overview
+from lightning_recompute.pictures import plan_picture, save_picture
+from lightning_recompute.planning import profile_batch
+from lightning_recompute.printing import wide_console
+from lightning_recompute.profiling import Profile
+from lightning_recompute.reporting import csv_text
+from lightning_recompute.settings import settings as named
+from lightning_recompute.step_memory import PARTS
+from lightning_recompute.version import __version__
+
+SUBCOMMAND: dict[str, set[str]] = {"plan": {"model", "train_dataloaders", "datamodule"}}
+"""The subcommand and what it does not take from the command line, as `LightningCLI.subcommands()` returns it."""
+
+PLAN_FILE = "plan.yaml"
+CURVE_FILE = "plan.csv"
+CURVE_COLUMNS = ("name", "kind", "peak_bytes", "extra_seconds")
+STEP_COLUMNS = ("moment", "phase", "block", *(f"{part}_bytes" for part in PARTS), "total_bytes", "kept_bytes")
+BLOCK_COLUMNS = ("block", "action", "held_bytes")
+
+
+class PlanningTrainer(pl.Trainer):
+    """Lightning's Trainer with `plan` beside `fit`: the subcommands of LightningCLI are methods of its Trainer."""
+
+    def plan(
+        self,
+        model: pl.LightningModule,
+        train_dataloaders: TRAIN_DATALOADERS | None = None,
+        datamodule: pl.LightningDataModule | None = None,
+        memory_budget: str | int | float | None = None,
+        blocks: str | list[str] | None = None,
+        settings: list[str] | None = None,
+        num_replicas: int | None = None,
+        output: str = ".",
+        ckpt_path: str | None = None,
+        weights_only: bool | None = None,
+    ) -> Overview:
+        """Find the fastest recompute plan that keeps a memory budget, without training.
+
+        Args:
+            model: The model.
+            train_dataloaders: The training data.
+            datamodule: The data.
+            memory_budget: What the peak of a step may be: a size (22GiB), a number of bytes, or a fraction of the
+                device (0.9). Null: the strategy's in the config, else 0.9 of the device.
+            blocks: Where the blocks are: dotted path(s) of block lists or class name(s) of blocks. Null: the
+                strategy's in the config, else found.
+            settings: Settings to put beside the plan, such as [none, selective norm+act, full uniform 1, full block 4].
+                Null: those of practice.
+            num_replicas: Data-parallel processes that will train. Null: as the config's devices and num_nodes say.
+            output: Folder for plan.yaml, plan.csv, plan_step.csv, plan_blocks.csv, plan.png and plan.svg.
+            ckpt_path: Not read; here so that the config of a fit can be used.
+            weights_only: Not read; here so that the config of a fit can be used.
+
+        Returns:
+            What was printed.
+
+        Raises:
+            BudgetError: No plan keeps the budget; what there is beside it is printed and written nevertheless.
+        """
+        view = plan_first_batch(
+            self,
+            model,
+            train_dataloaders,
+            datamodule,
+            memory_budget=DEFAULT_FRACTION if memory_budget is None else memory_budget,
+            blocks=blocks,
+            settings=settings,
+            num_replicas=num_replicas or 1,
+        )
+        paths = save(view, output)
+        _print(view, paths, wide_console())
+        if view.refusal is not None:
+            raise view.refusal
+        return view
+
+
+def plan_first_batch(
+    trainer: pl.Trainer,
+    model: pl.LightningModule,
+    train_dataloaders: TRAIN_DATALOADERS | None = None,
+    datamodule: pl.LightningDataModule | None = None,
+    *,
+    memory_budget: str | int | float = DEFAULT_FRACTION,
+    blocks: str | Sequence[str] | None = None,
+    settings: Sequence[str] | None = None,
+    num_replicas: int = 1,
+) -> Overview:
+    """Plan for a model in the first training step of a fit, which then ends.
+
+    Args:
+        trainer: A Trainer with one process (see `ON_ONE_DEVICE`); its callbacks are left out.
+        model: The model.
+        train_dataloaders: The training data, as for `fit`.
+        datamodule: The data, as for `fit`.
+        memory_budget: See `budget_bytes`.
+        blocks: See `find_blocks`.
+        settings: Names of settings to put beside the plan; None: the usual ones.
+        num_replicas: Data-parallel processes that will train.
+
+    Raises:
+        ValueError: The Trainer has several processes, training ends before a first batch, the budget is no size, a
+            setting is none, or the model's blocks cannot be found or measured.
+    """
+    named(settings or ())  # refused before anything is measured
+    device = trainer.strategy.root_device
+    budget = budget_bytes(memory_budget, device)
+
+    def look(step: Callable[[], Any], batch: Any) -> Overview:
+        profile = _profile(trainer, model, step, batch, blocks, num_replicas)
+        return overview(model, profile, budget, _device_name(device), names=settings)
+
+    return in_first_step(trainer, model, look, train_dataloaders, datamodule)
+
+
+def _profile(
+    trainer: pl.Trainer,
+    model: pl.LightningModule,
+    step: Callable[[], Any],
+    batch: Any,
+    blocks: str | Sequence[str] | None,
+    num_replicas: int,
+) -> Profile:
+    gradient_bytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    return profile_batch(
+        model,
+        batch,
+        step=step,
+        blocks=blocks,
+        optimizers=trainer.optimizers,
+        accumulating=trainer.accumulate_grad_batches > 1,
+        # the buckets that gradients are averaged in
+        other_bytes=gradient_bytes if num_replicas > 1 else 0,
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+
+
+# ---- what is written
+
+
+def save(view: Overview, folder: str | os.PathLike[str]) -> list[Path]:
+    """Write plan, figures and pictures, each file whole or not at all.
+
+    Args:
+        view: What was found.
+        folder: Where; made if it is not there.
+
+    Returns:
+        The files: `plan.yaml` (where a plan keeps the budget), `plan.csv` (the curve, the settings and the budget),
+        `plan_step.csv` (memory moment by moment), `plan_blocks.csv` (what blocks hold), `plan.png` and `plan.svg`.
+    """
+    target = Path(folder)
+    written = []
+    if view.forecast is not None:
+        record = {"lightning_recompute": __version__, "torch": str(torch.__version__), "device": view.device}
+        written.append(view.forecast.save(target / PLAN_FILE, record))
+    for name, columns, rows in (
+        (CURVE_FILE, CURVE_COLUMNS, _curve_rows(view)),
+        ("plan_step.csv", STEP_COLUMNS, _step_rows(view)),
+        ("plan_blocks.csv", BLOCK_COLUMNS, _block_rows(view)),
+    ):
+        written.append(write_atomically(target / name, csv_text(columns, rows)))
+    return [*written, *save_picture(plan_picture(view), target / "plan")]
+
+
+def _curve_rows(view: Overview) -> Iterator[Mapping[str, Any]]:
+    for point in view.points:
+        yield {name: getattr(point, name) for name in CURVE_COLUMNS}
+    yield {"name": "budget", "kind": "budget", "peak_bytes": view.budget_bytes}
+
+
+def _step_rows(view: Overview) -> Iterator[Mapping[str, Any]]:
+    for number, (moment, kept) in enumerate(zip(view.steps, view.kept, strict=True)):
+        row = {"moment": number, "phase": moment.phase, "block": moment.block}
+        parts = {f"{part}_bytes": num_bytes for part, num_bytes in moment.parts.items()}
+        yield {**row, **parts, "total_bytes": moment.num_bytes, "kept_bytes": kept.num_bytes}
+
+
+def _block_rows(view: Overview) -> Iterator[Mapping[str, Any]]:
+    for block in view.blocks:
+        yield {"block": block.name, "action": block.action, "held_bytes": block.num_bytes}
+
+
+def _print(view: Overview, paths: Sequence[Path], console: Console) -> None:
+    if view.forecast is not None:
+        console.print(view.forecast.plan.to_table())
+        console.print(view.forecast.to_table())
+    console.print(view.to_table())
+    for line in view.advice:
+        console.print(line, highlight=False)
+    console.print(f"Written: {', '.join(map(str, paths))}", highlight=False)
