@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_recompute.blocks import BlockList
@@ -179,7 +180,7 @@ def run_skeleton(
     if accumulating:
         for parameter in parameters.values():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    account = _Account(device, fake=False)
+    account = _Account(device, fake=any(isinstance(parameter, FakeTensor) for parameter in module.parameters()))
     recorder = _Recorder(account)
     stand_ins: dict[str, Tensor] = {f"block.{name}": parameter for name, parameter in parameters.items()}
     del parameters
