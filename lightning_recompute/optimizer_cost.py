@@ -69,18 +69,24 @@ def _measure(optimizer: Optimizer) -> OptimizerCost:
 
 
 def _one_by_one(optimizer: Optimizer) -> OptimizerCost:
-    """On a copy of one parameter at a time, each shape once."""
-    state, transient = 0, 0
+    """On copies of one parameter at a time, or of two that follow each other, equal shapes once."""
     known: dict[Any, OptimizerCost] = {}
+
+    def measured(number: int, parameters: Sequence[Tensor]) -> OptimizerCost:
+        key = number, *((each.shape, each.dtype, each.requires_grad) for each in parameters)
+        if key not in known:
+            alone: list[Sequence[Tensor]] = [[] for _ in optimizer.param_groups]
+            alone[number] = parameters
+            known[key] = _step_twice(optimizer, alone, lambda tensor: tensor.clone(), False)
+        return known[key]
+
+    state, transient = 0, 0
     for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            key = number, parameter.shape, parameter.dtype
-            if key not in known:
-                alone: list[Sequence[Tensor]] = [[] for _ in optimizer.param_groups]
-                alone[number] = [parameter]
-                known[key] = _step_twice(optimizer, alone, lambda tensor: tensor.clone(), False)
-            state += known[key].state_bytes
-            transient = max(transient, known[key].transient_bytes)
+        parameters = group["params"]
+        for index in range(len(parameters)):
+            state += measured(number, parameters[index : index + 1]).state_bytes
+            # names in a loop hold what was made for one parameter until it is made for the next
+            transient = max(transient, measured(number, parameters[max(index - 1, 0) : index + 1]).transient_bytes)
     return OptimizerCost(state, transient)
 
 

@@ -226,7 +226,7 @@ class _Search:
     def leanest(self) -> Choices:
         """The choices of the smallest peak that was found."""
         if self._leanest is None:
-            tried = [smallest_peak(self.options.stage)]
+            tried: list[Choices] = [smallest_peak(self.options.stage)]
             for block_options in (_last, _first):  # the leanest single option everywhere, or keeping everything
                 tried.append(tuple(block_options(options) for options in self.options.stage.options))
             found = min(tried, key=self.exact)
