@@ -19,13 +19,18 @@ from lightning_recompute.errors import BudgetError
 from lightning_recompute.forecast import Forecast
 from lightning_recompute.memory import Meter, open_meter
 from lightning_recompute.patch import Patch
+from lightning_recompute.plan import RecomputePlan
 from lightning_recompute.planning import forecast_within, profile_batch
+from lightning_recompute.profiling import Profile
 from lightning_recompute.stage_options import Prices
 from lightning_recompute.throughput import tensors_in
 from lightning_recompute.units import format_bytes
 
 TOLERANCE = 0.01
 """A measured peak above the predicted one by more than this part of it is said."""
+
+TIGHTER = 0.9
+"""The share of a plan's predicted peak that the next one may have, after memory ran out under it."""
 
 # the second step is the first with all of the optimizer's state
 _STEPS_TO_CHECK = 3
@@ -72,6 +77,8 @@ class Budget:
         batch: Any,
         batch_idx: int,
         blocks: str | Sequence[str] | None,
+        *,
+        below: RecomputePlan | None = None,
     ) -> Forecast:
         """Make the plan for a batch.
 
@@ -83,9 +90,10 @@ class Budget:
             batch: The batch that is about to be trained on.
             batch_idx: Its number.
             blocks: Where the blocks are.
+            below: A plan that needs too much: the new one is to need `TIGHTER` of its peak, or the least there is.
 
         Raises:
-            BudgetError: No plan keeps the budget.
+            BudgetError: No plan keeps the budget, or none needs less.
             ValueError: The module's step cannot be measured.
         """
         device = trainer.strategy.root_device
@@ -104,7 +112,10 @@ class Budget:
             )
             # times differ from process to process, and with them plans would
             prices = None if alone else Prices()
-            forecast = _agreed(lambda within: forecast_within(profile, within, prices=prices), limit)
+            if below is None:
+                forecast = _agreed(lambda within: forecast_within(profile, within, prices=prices), limit)
+            else:
+                forecast = _below(profile, below, limit)
         profile.release()  # before the step, whose memory was planned without them
         self.forecast = forecast
         self._planned_size = _size(batch)
@@ -176,6 +187,17 @@ def _agreed(make: Callable[[int], Forecast], limit: int) -> Forecast:
         if max(peaks) <= limit:
             return forecast
         within -= max(peaks) - limit  # another rank's batch needs more than the first one's
+
+
+def _below(profile: Profile, plan: RecomputePlan, limit: int) -> Forecast:
+    """A plan of a smaller peak than one that needs too much."""
+    current = profile.peak_bytes(plan)
+    try:
+        return forecast_within(profile, min(limit, int(TIGHTER * current)))
+    except BudgetError as error:
+        if error.smallest_bytes is None or error.smallest_bytes >= current:
+            raise
+        return forecast_within(profile, error.smallest_bytes)
 
 
 class _Check:

@@ -6,4 +6,13 @@ class RecomputeError(RuntimeError):
 
 
 class BudgetError(ValueError):
-    """No choice keeps the memory budget."""
+    """No choice keeps the memory budget.
+
+    Args:
+        message: Why.
+        smallest_bytes: The smallest peak that there is a choice for, where it is known.
+    """
+
+    def __init__(self, message: str, smallest_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes

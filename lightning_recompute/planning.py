@@ -244,7 +244,7 @@ class _Search:
         """
         least = self.leanest()
         if self.exact(least) > budget_bytes:
-            raise BudgetError(_why_none(self.profile, self.plan(least), budget_bytes))
+            raise BudgetError(_why_none(self.profile, self.plan(least), budget_bytes), self.exact(least))
         return self._within(budget_bytes, least)
 
     def _within(self, budget_bytes: int, known: Choices) -> Choices:

@@ -22,9 +22,10 @@ from torch import nn
 
 from lightning_recompute.blocks import BlockList, find_blocks
 from lightning_recompute.budgeting import Budget
+from lightning_recompute.errors import BudgetError
 from lightning_recompute.forecast import Forecast
 from lightning_recompute.label_warnings import FirstBatchCheck
-from lightning_recompute.plan import Action, Full, Keep, RecomputePlan, SaveOps, Selective
+from lightning_recompute.plan import Action, Full, Keep, RecomputePlan, SaveOps, Segment, Selective
 from lightning_recompute.policy import RecomputePolicy
 from lightning_recompute.recompute import RecomputeHandle, apply_recompute
 from lightning_recompute.units import format_bytes, format_seconds
@@ -135,6 +136,40 @@ class RecomputeSession:
         self.budget.watch(trainer, module)
         return True
 
+    def tighten(
+        self, module: pl.LightningModule, trainer: pl.Trainer, step: tuple[Any, int], logger: logging.Logger
+    ) -> bool:
+        """After memory ran out: a plan that needs less, from now on.
+
+        Args:
+            module: The module.
+            trainer: Whose fit it is, in one process.
+            step: The batch that was trained on, and its number.
+            logger: Told.
+
+        Returns:
+            Whether there is one.
+        """
+        plan = self.active_plan or kept(find_blocks(module, self.blocks))
+        budget = self.budget or Budget(1.0)
+        self._take_off()
+        device = trainer.strategy.root_device
+        try:
+            tighter = budget.plan(trainer, module, *step, self.blocks, below=plan).plan
+            self.budget = budget
+        except BudgetError as error:
+            logger.warning("memory ran out, and no plan needs less: %s", error)
+            tighter = plan
+        except Exception as error:  # there may be no room for measuring, either
+            logger.warning("memory ran out, and a plan could not be measured: %s", error)
+            tighter = RecomputePolicy().plan([len(found) for found in find_blocks(module, self.blocks)])
+        if tighter != plan:
+            logger.warning("memory ran out: the step is tried again under a tighter plan")
+        self._apply(tighter, module, trainer, device, logger)
+        if self.forecast is not None and tighter != plan:
+            logger.info("%s", summary(self.forecast))
+        return tighter != plan
+
     def _apply(
         self,
         what: RecomputePolicy | RecomputePlan,
@@ -198,6 +233,11 @@ class RecomputeSession:
         if self.source is not None and target.exists() and target.samefile(self.source):
             return
         handle.plan.save(target, record)
+
+
+def kept(block_lists: Sequence[BlockList]) -> RecomputePlan:
+    """The plan that recomputes nothing."""
+    return RecomputePlan((Segment(0, sum(map(len, block_lists)), Keep()),))
 
 
 def summary(forecast: Forecast) -> str:

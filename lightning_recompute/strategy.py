@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -14,9 +15,10 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.utilities.memory import is_oom_error
+from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.optim import Optimizer
 
 from lightning_recompute.forecast import Forecast
 from lightning_recompute.lightning_private import (
@@ -26,6 +28,7 @@ from lightning_recompute.lightning_private import (
     is_compiled,
     meet_other_lightning,
 )
+from lightning_recompute.out_of_memory import Attempts, advice, free, out_of_memory_in
 from lightning_recompute.plan import Full, RecomputePlan
 from lightning_recompute.policy import Granularity, Method, RecomputePolicy
 from lightning_recompute.session import RecomputeSession
@@ -65,6 +68,9 @@ class RecomputeStrategy(ReplicatedStrategy):
             (`LlamaDecoderLayer`). Null: found.
         check: Debugging: compare every value of each block's first replay with its forward and name block and module
             on a difference. Needs the memory that recompute would save.
+        on_oom: When memory runs out: `raise`, with what would fit beside the error; or `replan`, in one process and
+            automatic optimization: try the step again under a tighter plan, and keep that. It ends as if that plan had
+            been there from the start. Buffers, and gradients that are there already, are copied before each step.
         find_unused_parameters: With several processes: look for parameters that got no gradient in each step.
         process_group_backend: With several processes: the backend of torch.distributed (`nccl`, `gloo`). Null: the
             device's usual one.
@@ -105,6 +111,7 @@ class RecomputeStrategy(ReplicatedStrategy):
         plan: str | Path | RecomputePlan | None = None,
         blocks: str | Sequence[str] | None = None,
         check: bool = False,
+        on_oom: Literal["raise", "replan"] = "raise",
         find_unused_parameters: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -144,6 +151,12 @@ class RecomputeStrategy(ReplicatedStrategy):
             distribute_saved_activations=distribute_saved_activations,
             offload_saved_activations=offload_saved_activations,
         )
+        if on_oom not in ("raise", "replan"):
+            raise ValueError(f"on_oom={on_oom!r}: 'raise' or 'replan' is due")
+        self.on_oom = on_oom
+        # the batch that is being trained on, and its number
+        self._step: tuple[Any, int] | None = None
+        self._attempts = Attempts(self._tighten)
         self._session = RecomputeSession(policy, plan, blocks, check, memory_budget)
         if distribute_saved_activations:
             raise ValueError(
@@ -176,6 +189,8 @@ class RecomputeStrategy(ReplicatedStrategy):
         """Bring the module to its device and, when fitting, patch its blocks, wrap it and make the optimizers."""
         assert self.lightning_module is not None
         _refuse_sharded(self.lightning_module)
+        if self.on_oom == "replan" and self.is_distributed:
+            raise ValueError("on_oom='replan' with several processes: one alone cannot repeat a step; on_oom='raise'")
         super().setup(trainer)
 
     def prepare_module(self, trainer: pl.Trainer) -> None:
@@ -197,8 +212,8 @@ class RecomputeStrategy(ReplicatedStrategy):
         if not exception.args or not isinstance(exception.args[0], str):
             return None
         text = exception.args[0]
-        if isinstance(exception, torch.OutOfMemoryError) or is_oom_error(exception):
-            return self._memory_hint()
+        if out_of_memory_in(exception) is not None:
+            return self._memory_hint(exception)
         if "Expected to have finished reduction in the prior iteration" in text:
             return (
                 "Some parameters took no part in the loss that training_step returned. If that is intended: "
@@ -213,17 +228,57 @@ class RecomputeStrategy(ReplicatedStrategy):
             )
         return None
 
-    def _memory_hint(self) -> str:
-        plan = self.active_plan
-        if plan is not None and all(isinstance(segment.action, Full) for segment in plan.segments):
-            return (
-                "RecomputeStrategy: every block is being recomputed. What is left: a smaller batch with "
-                "accumulate_grad_batches, precision='bf16-mixed', or more devices"
-            )
-        return (
-            f"RecomputeStrategy: {'not every block is' if plan is not None else 'no block was'} being recomputed. "
-            "granularity='full' with method='uniform' keeps least; after that, a smaller batch"
+    def _memory_hint(self, exception: BaseException) -> str:
+        plan, module, step = self.active_plan, self.lightning_module, self._step
+        full = plan is not None and all(isinstance(segment.action, Full) for segment in plan.segments)
+        known = "every block is" if full else "no block was" if plan is None else "not every block is"
+        hint = f"RecomputeStrategy: {known} being recomputed."
+        if module is not None and step is not None and not self.is_distributed:
+            free(exception, self.root_device)
+            self._session.end()
+            try:
+                return f"{hint} {advice(module.trainer, module, step, plan, self.blocks)}"
+            except Exception as error:  # the device may be beyond use
+                logger.debug("what would fit could not be measured: %s", error)
+        rest = (
+            "What is left: a smaller batch with accumulate_grad_batches, precision='bf16-mixed', or more devices"
+            if full
+            else "granularity='full' with method='uniform' keeps least; after that, a smaller batch"
         )
+        return f"{hint} {rest}"
+
+    # ---- another attempt
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a training step; with `on_oom="replan"` again when memory runs out."""
+        module = self.lightning_module
+        assert module is not None
+        self._step = (args[0], args[1] if len(args) > 1 else 0) if args else None
+        step = functools.partial(super().training_step, *args, **kwargs)
+        if self.on_oom == "raise" or not module.automatic_optimization:
+            return step()
+        return self._attempts.forward(module, step)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run backward; with `on_oom="replan"` the whole step again when memory runs out."""
+        module = self.lightning_module
+        assert module is not None
+        if self.on_oom == "raise" or not module.automatic_optimization:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        run = super().backward
+        scale = 1 / module.trainer.accumulate_grad_batches
+        return self._attempts.backward(module, closure_loss, scale, lambda loss: run(loss, optimizer, *args, **kwargs))
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step, and let go of the batch."""
+        result = super().optimizer_step(*args, **kwargs)
+        self._step = None
+        return result
+
+    def _tighten(self) -> bool:
+        assert self.lightning_module is not None
+        assert self._step is not None
+        return self._session.tighten(self.lightning_module, self.lightning_module.trainer, self._step, logger)
 
 
 def _refuse_sharded(module: torch.nn.Module) -> None:

@@ -40,6 +40,7 @@ FACING_LIGHTNING = {
     "inspect_command",
     "lightning_private",
     "memory_report",
+    "out_of_memory",
     "plan_command",
     "recompute_callback",
     "reporting",

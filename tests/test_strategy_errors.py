@@ -144,7 +144,7 @@ def test_yaml_and_names_make_strategies(tmp_path: Path) -> None:
         ("{granularity: ful}", ["granularity", "full", "selective"]),
         ("{num_layerz: 2}", ["num_layerz", "not accepted"]),
         ("{num_layers: 2.5}", ["num_layers", "2.5"]),
-        ("{memory_budget: 22GiB}", ["memory_budget", "not accepted"]),
+        ("{memory_budgit: 22GiB}", ["memory_budgit", "not accepted"]),
     ],
 )
 def test_typos_in_yaml_are_named(
