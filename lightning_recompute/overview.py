@@ -11,7 +11,8 @@ from torch import nn
 
 from lightning_recompute.errors import BudgetError
 from lightning_recompute.forecast import Forecast, StageForecast, stage_forecast
-from lightning_recompute.planning import everything_kept, forecast_within, pareto_plans, policy_forecasts
+from lightning_recompute.plan_search import everything_kept
+from lightning_recompute.planning import forecast_within, pareto_plans, policy_forecasts
 from lightning_recompute.profiling import Profile
 from lightning_recompute.settings import rule_of_thumb, settings, usual_settings
 from lightning_recompute.stage_options import Prices, candidates

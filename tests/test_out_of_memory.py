@@ -96,7 +96,8 @@ def test_says_what_would_fit(room: int | None, words: tuple[str, ...], monkeypat
 
 def least_and_most(make: Any) -> tuple[int, int]:
     """Peaks with all recomputed and with all kept, as they are predicted."""
-    from lightning_recompute.planning import everything_kept, profile_batch
+    from lightning_recompute.plan_search import everything_kept
+    from lightning_recompute.planning import profile_batch
     from lightning_recompute.policy import RecomputePolicy
 
     module = make()
