@@ -40,6 +40,7 @@ _COLOURS = dict(zip(PARTS, ("#bbbbbb", "#999999", "#777777", "#ccbb44", "#66ccee
 _ACTIONS = {"keep": "#bbbbbb", "full": PALETTE[0]}
 _BUDGET: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1.2}
 _MARKERS = "sD^vPX<>hp*"
+_LONGEST_REASON = 64
 
 
 def save_picture(figure: Figure, path: str | os.PathLike[str]) -> list[Path]:
@@ -204,7 +205,7 @@ def compare_picture(trials: Sequence[Trial], limit_bytes: int | None, limit: str
     """Peaks and speeds of settings, a bar each.
 
     Args:
-        trials: From top to bottom; one without a measurement has its reason in place of a bar.
+        trials: From top to bottom; one without a measurement has its reason in place of a speed.
         limit_bytes: What peaks are held against.
         limit: That in a word: budget or device.
     """
@@ -231,10 +232,6 @@ def _draw_peaks(axes: Axes, trials: Sequence[Trial], limit_bytes: int | None, li
     mark: dict[str, Any] = {"marker": "|", "markeredgewidth": 2.5, "color": "black", "linestyle": "none"}
     predicted = [(place, trial.predicted_bytes / size) for place, trial in enumerate(trials) if trial.predicted_bytes]
     axes.plot([peak for _, peak in predicted], [place for place, _ in predicted], markersize=20, **mark)
-    for place, trial in enumerate(trials):
-        if trial.reason:
-            words = shorten(trial.reason, 80, placeholder=" ...")
-            axes.text(0.01, place, words, transform=axes.get_yaxis_transform(), va="center", fontsize=8)
     axes.set_yticks(places, [trial.setting for trial in trials])
     axes.set_ylim(len(trials) - 0.5, -0.5)
     axes.set_title("Peak memory of a step", loc="left")
@@ -259,6 +256,9 @@ def _draw_speeds(axes: Axes, trials: Sequence[Trial]) -> None:
         if speed:
             flops = f"   FLOPs × {trial.flops_ratio:.2f}" if trial.flops_ratio else ""
             axes.text(0.02 * max(speeds), place, f"{speed:.3g}{flops}", va="center", color="white", fontsize=9)
+        if trial.reason:
+            words = shorten(trial.reason, _LONGEST_REASON, placeholder=" ...")
+            axes.text(0.01, place, words, transform=axes.get_yaxis_transform(), va="center", fontsize=8)
     axes.set_title("Speed", loc="left")
     axes.set_xlabel("as a multiple of that without recompute" if relative else "samples per second")
     axes.tick_params(axis="y", length=0)
