@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_recompute.capture import BlockCall, plain_storage
 from lightning_recompute.labels import find_targets
-from lightning_recompute.ledger import Ledger, Meter, Mode, storage_bytes
+from lightning_recompute.ledger import Ledger, Meter, Mode, allocated, allocated_bytes
 from lightning_recompute.lone_block import FAKE_LOGGER, LoneBlock, alone, is_compiled, silenced
 from lightning_recompute.memory import open_meter
 from lightning_recompute.plan import Action, Keep, Selective
@@ -56,6 +56,7 @@ class Phases:
         made: Indices of the tensors it returns and holds itself.
         cached_bytes: What is alive besides until the end of the model's forward: casts of weights in autocast's cache,
             keys and values in a cache that no graph holds.
+        appended_bytes: Those keys and values.
         forward_bytes: The most in its forward, above what is there when it begins, its inputs included.
         backward_bytes: The most in its backward, above what is there when it begins: what it holds, and the gradients
             of what it returned. Gradients of its parameters are made on the way.
@@ -67,6 +68,7 @@ class Phases:
     chained: Chained
     made: frozenset[int]
     cached_bytes: int
+    appended_bytes: int
     forward_bytes: int
     backward_bytes: int
     accumulating_bytes: int
@@ -156,6 +158,7 @@ class _Held:
     made: frozenset[int]
     inner_bytes: int
     cached_bytes: int
+    appended_bytes: int
     forward_bytes: int
     peak_bytes: int = 0
     backward_bytes: int = 0
@@ -189,6 +192,7 @@ def _measured(block: LoneBlock, action: Action, meter: Meter) -> BlockCost:
         Chained(following.inner_bytes, following.given, max(following.backward_bytes - again.backward_bytes, 0)),
         held.made,
         held.cached_bytes,
+        held.appended_bytes,
         held.forward_bytes,
         held.backward_bytes,
         again.backward_bytes,
@@ -197,7 +201,7 @@ def _measured(block: LoneBlock, action: Action, meter: Meter) -> BlockCost:
         held.num_bytes,
         chained_bytes,
         held.peak_bytes,
-        storage_bytes(p for p in call.module.parameters() if p.requires_grad),
+        allocated_bytes((p for p in call.module.parameters() if p.requires_grad), call.device),
         held.shared_bytes,
         kernels.fused_attention,
         block.is_fake,
@@ -231,7 +235,7 @@ def _count(block: LoneBlock, meter: Meter, chain: dict[int, Tensor]) -> _Held:
     own = [position for position in positions if position not in given and position not in call.free]
     earlier = {position: given[position] for position in given.keys() - call.free}
     meter.count(earlier.values())  # an allocator has counted them
-    earlier_bytes = storage_bytes(earlier.values())
+    earlier_bytes = allocated_bytes(earlier.values(), call.device)
     before = meter.live_bytes
     given |= {position: block.given(position) for position in positions if position not in given}
     meter.count(given[position] for position in own)
@@ -251,7 +255,7 @@ def _count(block: LoneBlock, meter: Meter, chain: dict[int, Tensor]) -> _Held:
         meter.reset_peak()
         filled: list[int] = []
         made = block.forward([given.pop(position) for position in positions], lambda: filled.append(meter.live_bytes))
-        cached = filled[0] - meter.live_bytes
+        cached, appended = filled[0] - meter.live_bytes, filled[0] - filled[1]
         forward_peak = meter.peak_bytes
         meter.count(_random_states())
         new = {index: tensor for index, tensor in enumerate(made) if plain_storage(tensor)._cdata not in addresses}
@@ -260,7 +264,7 @@ def _count(block: LoneBlock, meter: Meter, chain: dict[int, Tensor]) -> _Held:
         gradients = sum(tensor.nbytes for tensor in made if tensor.grad_fn is not None)
         del made, new
         returned = {call.returned[index]: kept[index] for index in kept.keys() & call.returned.keys()}
-        num_bytes = meter.live_bytes - before - storage_bytes([end])
+        num_bytes = meter.live_bytes - before - allocated_bytes([end], call.device)
         num_bytes += earlier_bytes - sum(ask() for ask in still)
         held = _Held(
             num_bytes - sum(ask() for ask in returned.values()),
@@ -271,6 +275,7 @@ def _count(block: LoneBlock, meter: Meter, chain: dict[int, Tensor]) -> _Held:
             frozenset(index for index, ask in kept.items() if ask()),
             num_bytes - sum(alive[position]() for position in own) - sum(ask() for ask in kept.values()),
             cached,
+            appended,
             forward_peak - start,
         )
         level = meter.live_bytes + gradients
@@ -308,7 +313,7 @@ def _alive(tensor: Tensor) -> Callable[[], int]:
 
     def ask() -> int:
         storage = reference()
-        return 0 if storage is None else storage.nbytes()
+        return 0 if storage is None else allocated(storage)
 
     return ask
 

@@ -20,6 +20,10 @@ from torch.utils._pytree import tree_leaves
 Mode: Any = TorchDispatchMode  # torch's modes carry no types
 
 
+GRANULARITY = {"cuda": 512}
+"""Bytes that the allocator of a type of device rounds up to (torch's `c10/cuda/CUDACachingAllocator.h`)."""
+
+
 def is_wrapper(kind: type) -> bool:
     """Whether tensors of this class only wrap others, as a DTensor wraps its shard."""
     return hasattr(kind, "__tensor_flatten__")
@@ -66,6 +70,22 @@ def storages(tensors: Iterable[Tensor], device: torch.device | None = None) -> d
 def storage_bytes(tensors: Iterable[Tensor], device: torch.device | None = None) -> int:
     """Bytes of the storages behind tensors, each storage once; see `storages`."""
     return sum(storage.nbytes() for storage in storages(tensors, device).values())
+
+
+def allocated(storage: torch.UntypedStorage, granularity: int | None = None) -> int:
+    """Bytes that a device's allocator takes for a storage.
+
+    Args:
+        storage: The storage.
+        granularity: What it rounds up to; None: what is known of the device.
+    """
+    step = granularity or GRANULARITY.get(storage.device.type, 1)
+    return -(-storage.nbytes() // step) * step
+
+
+def allocated_bytes(tensors: Iterable[Tensor], device: torch.device | None = None) -> int:
+    """Bytes that allocators take for the storages behind tensors, each storage once; see `storages`."""
+    return sum(map(allocated, storages(tensors, device).values()))
 
 
 class Meter(ABC):
@@ -169,13 +189,18 @@ class Ledger(Mode, Meter):
         device: Only storages on devices of this type are counted.
         fake: Whether fake tensors count. None: when a FakeTensorMode is active where `with ledger:` begins
             (otherwise they are somebody's dry run, for example DTensor's own of each new operator).
+        granularity: Each storage counts as a multiple of this, as the device's allocator takes it. None: what that
+            is, where it is known.
     """
 
     continuous = False
 
-    def __init__(self, device: str | torch.device = "cpu", *, fake: bool | None = None) -> None:
+    def __init__(
+        self, device: str | torch.device = "cpu", *, fake: bool | None = None, granularity: int | None = None
+    ) -> None:
         Mode.__init__(self)
         Meter.__init__(self, torch.device(device))
+        self._granularity = granularity
         self._fake = self._counts_fake = fake
         self._entries: dict[int, _Entry] = {}
         self._finalizers: dict[int, weakref.finalize[Any, torch.UntypedStorage]] = {}
@@ -286,7 +311,7 @@ class Ledger(Mode, Meter):
                 yield leaf
 
     def _note(self, key: int, storage: torch.UntypedStorage) -> None:
-        num_bytes = storage.nbytes()
+        num_bytes = allocated(storage, self._granularity)
         entry = self._entries.get(key)
         if entry is None:
             self._serial += 1

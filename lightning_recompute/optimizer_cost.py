@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_recompute.ledger import Ledger, storage_bytes
+from lightning_recompute.ledger import Ledger, allocated_bytes, storage_bytes
 from lightning_recompute.lone_block import FAKE_LOGGER, silenced
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ def _step_twice(
     step: Any = type(twin).step
     with ledger, torch.no_grad():
         step(twin)
-        state_bytes = storage_bytes(_tensors(twin.state), ledger.device)
+        state_bytes = allocated_bytes(_tensors(twin.state), ledger.device)
         ledger.reset_peak()
         before = ledger.live_bytes
         step(twin)

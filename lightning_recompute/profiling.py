@@ -21,7 +21,7 @@ from lightning_recompute.block_time import measure_flops, measure_seconds
 from lightning_recompute.blocks import BlockList
 from lightning_recompute.capture import BlockCall, Capture, capture_calls
 from lightning_recompute.inspection import Costs
-from lightning_recompute.ledger import storage_bytes, storages
+from lightning_recompute.ledger import allocated_bytes, storages
 from lightning_recompute.optimizer_cost import OptimizerCost, measure_optimizers
 from lightning_recompute.plan import Action, Full, Keep, RecomputePlan, SaveOps
 from lightning_recompute.skeleton import run_skeleton
@@ -181,14 +181,22 @@ class Profile:
             if frees
             else (phases.given, phases.inner_bytes, 0)
         )
+        # a later block that makes its keys and values again remembers the cache as it was given it
+        remembered = phases.appended_bytes if self._remembers_cache(call, actions) else 0
         return CallCost(
-            inner_bytes=inner_bytes,
+            inner_bytes=inner_bytes + remembered,
             holds=frozenset([passage.given[p] for p in given] + [passage.made[index] for index in phases.made]),
-            cached_bytes=phases.cached_bytes,
+            cached_bytes=phases.cached_bytes - remembered,
             forward_bytes=phases.forward_bytes,
             backward_bytes=again + (phases.accumulating_bytes if accumulating else phases.backward_bytes),
             gradient_bytes=0 if accumulating else cost.gradient_bytes,
         )
+
+    def _remembers_cache(self, call: int, actions: Sequence[Action]) -> bool:
+        """Whether a block after a call that appends to a cache of keys and values runs on a copy of that cache."""
+        kept = self.costs.of(self.kind_of(call), Keep()).phases.appended_bytes
+        later = range(call + 1, len(actions)) if kept else ()
+        return any(not self.costs.of(self.kind_of(each), actions[each]).phases.appended_bytes for each in later)
 
     def _frees_output(self, call: int, action: Action) -> bool:
         """Whether what a call returns is freed where the next call would hold it, if that one frees such things too."""
@@ -292,13 +300,13 @@ def profile_step(
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     optimizer = measure_optimizers(optimizers)
     state = [*module.parameters(), *module.buffers()]
-    own = storages(state, device)
+    own = storages(state, device).keys()
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    others = {key: storage for key, storage in storages(tensors, device).items() if key not in own}
+    others = [tensor for tensor in tensors if own.isdisjoint(storages([tensor], device))]
     statics = Statics(
-        storage_bytes(state, device),
+        allocated_bytes(state, device),
         optimizer.state_bytes,
-        sum(storage.nbytes() for storage in others.values()),
+        allocated_bytes(others, device),
         SCALARS_BYTES + other_bytes,
     )
     return Profile(

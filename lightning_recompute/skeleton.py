@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from lightning_recompute.blocks import BlockList
 from lightning_recompute.calls import Args, FreshCopy, Kwargs
 from lightning_recompute.capture import is_cache, plain_storage, slotted, tensors_in
-from lightning_recompute.ledger import Ledger, storage_bytes
+from lightning_recompute.ledger import Ledger, allocated_bytes
 from lightning_recompute.lone_block import Stage
 from lightning_recompute.patch import Patch
 from lightning_recompute.recompute_unit import needs_grad
@@ -204,7 +204,7 @@ def run_skeleton(
             torch.func.functional_call(Stage(module), stand_ins, (step,))
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return Skeleton(
-        tuple(recorder.moments), tuple(recorder.passages), tuple(account.sizes), storage_bytes(trainable, device)
+        tuple(recorder.moments), tuple(recorder.passages), tuple(account.sizes), allocated_bytes(trainable, device)
     )
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_recompute.ledger import Ledger, storage_bytes
+from lightning_recompute.ledger import GRANULARITY, Ledger, allocated_bytes, storage_bytes
 from lightning_recompute.memory import measure_step
 
 FLOAT = 4
@@ -91,3 +91,19 @@ def test_compiled_code_stays_compiled_under_a_ledger() -> None:
     assert ledger.held_bytes == 2 * 4 * FLOAT
     layer(x)
     assert runs == 2
+
+
+def test_storages_are_rounded_up_as_an_allocator_does() -> None:
+    with Ledger(granularity=512) as ledger:
+        one = torch.empty(1)
+        more = torch.empty(129)
+        whole = torch.empty(128)
+        assert ledger.live_bytes == 512 + 1024 + 512
+        view = more[:3]
+        assert ledger.live_bytes == 2048
+        del more
+        assert ledger.live_bytes == 2048  # the view holds it
+        del view
+        assert ledger.live_bytes == 1024
+        assert allocated_bytes([one, whole, whole[:2]]) == 516  # a CPU's allocator does not round
+    assert GRANULARITY["cuda"] == 512
