@@ -119,7 +119,7 @@ def overview(
     base = Forecast(kept, None, (stage_forecast(profile, kept),), profile, candidates(profile, prices))
     curve = pareto_plans(base)
     num_blocks = max(len(span) for span in profile.spans)
-    beside = policy_forecasts(base, settings(names if names is not None else usual_settings(num_blocks)))
+    beside = policy_forecasts(base, settings(names if names is not None else usual_settings(num_blocks)), prices=prices)
     forecast, refusal = None, None
     try:
         forecast = forecast_within(profile, budget_bytes, prices=prices)
@@ -139,20 +139,22 @@ def overview(
         tuple(moments(profile, shown)),
         tuple(moments(profile, kept)),
         tuple(held_by_blocks(profile, shown)),
-        tuple(_advice(module, base, forecast, budget_bytes)),
+        tuple(_advice(module, base, forecast, budget_bytes, prices)),
     )
 
 
 def _point(name: str, kind: Kind, stage: StageForecast) -> Point:
-    return Point(name, kind, stage.peak_bytes, max(stage.extra_seconds, 0.0))
+    return Point(name, kind, stage.peak_bytes, stage.extra_seconds)
 
 
-def _advice(module: nn.Module, base: Forecast, planned: Forecast | None, budget_bytes: int) -> Iterator[str]:
+def _advice(
+    module: nn.Module, base: Forecast, planned: Forecast | None, budget_bytes: int, prices: Prices | None
+) -> Iterator[str]:
     """The rule of thumb for a model of this size, what it comes to here, and whether it is right."""
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     rule = rule_of_thumb(num_parameters, max(len(span) for span in base.profile.spans))
     yield f"Rule of thumb for {rule.sizes} parameters (here {format_count(num_parameters)}): {rule.words}."
-    found = policy_forecasts(base, settings(rule.settings))
+    found = policy_forecasts(base, settings(rule.settings), prices=prices)
     if not found:
         yield f"Here: not possible, the model has nothing that {rule.settings[0]!r} would recompute."
         return
@@ -173,8 +175,7 @@ def _advice(module: nn.Module, base: Forecast, planned: Forecast | None, budget_
 
 def _needs(stage: StageForecast, budget_bytes: int) -> str:
     fits = "within" if stage.peak_bytes <= budget_bytes else "over"
-    seconds = format_seconds(max(stage.extra_seconds, 0.0))
-    return f"{format_bytes(stage.peak_bytes)}, {fits} the budget, for {seconds} a batch"
+    return f"{format_bytes(stage.peak_bytes)}, {fits} the budget, for {format_seconds(stage.extra_seconds)} a batch"
 
 
 def _verdict(ruled: StageForecast, planned: Forecast, saved: int, fits: bool) -> str:

@@ -17,12 +17,12 @@ from lightning_recompute.cost import extra_seconds
 from lightning_recompute.device_memory import budget_bytes
 from lightning_recompute.forecast import Forecast, ParallelSizes, StageForecast, stage_forecast
 from lightning_recompute.patch import Patch
-from lightning_recompute.plan import Keep, RecomputePlan
+from lightning_recompute.plan import RecomputePlan
 from lightning_recompute.plan_search import PlanSearch, everything_kept
 from lightning_recompute.policy import RecomputePolicy
 from lightning_recompute.profiling import Profile, profile_step
 from lightning_recompute.side_effects import is_lightning_module
-from lightning_recompute.stage_options import Prices, candidates
+from lightning_recompute.stage_options import Prices, action_seconds, candidates
 from lightning_recompute.throughput import device_peak_flops
 
 logger = logging.getLogger(__name__)
@@ -231,22 +231,24 @@ def pareto_plans(forecast: Forecast, num_points: int = 12) -> list[tuple[StageFo
     return points
 
 
-def policy_forecasts(forecast: Forecast, policies: Mapping[str, RecomputePolicy]) -> dict[str, StageForecast]:
+def policy_forecasts(
+    forecast: Forecast, policies: Mapping[str, RecomputePolicy], *, prices: Prices | None = None
+) -> dict[str, StageForecast]:
     """What named settings would need on the same model.
 
     Args:
         forecast: Holds what was measured.
         policies: Settings by name; one that the model does not admit is left out.
+        prices: Count time by these. None: blocks are timed on their device.
     """
     found = {}
     profile = forecast.profile
     for name, policy in policies.items():
         try:
             plan = policy.plan([len(span) for span in profile.spans])
-            actions = profile.actions(plan)
-            profile.time([*dict.fromkeys(actions)])
             seconds = sum(
-                profile.seconds(call, action) - profile.seconds(call, Keep()) for call, action in enumerate(actions)
+                action_seconds(profile, call, [action], prices)[action]
+                for call, action in enumerate(profile.actions(plan))
             )
             found[name] = stage_forecast(profile, plan, seconds)
         except ValueError as error:

@@ -146,7 +146,7 @@ def _of_kind(profile: Profile, index: int, prices: Prices | None) -> list[Candid
         if isinstance(action, Keep | Full)
         or not any(_beats(other, cost, before=position < number) for position, other in enumerate(costs.values()))
     ]
-    seconds = _seconds(profile, call, worthwhile, prices)
+    seconds = action_seconds(profile, call, worthwhile, prices)
     return [Candidate(action, seconds[action]) for action in worthwhile]
 
 
@@ -172,8 +172,20 @@ def _beats(one: Sequence[int], other: Sequence[int], *, before: bool) -> bool:
     return (one != other and all(a <= b for a, b in zip(one, other, strict=True))) or (before and one == other)
 
 
-def _seconds(profile: Profile, call: int, actions: Sequence[Action], prices: Prices | None) -> dict[Action, float]:
-    """What each action takes longer than keeping."""
+def action_seconds(
+    profile: Profile, call: int, actions: Sequence[Action], prices: Prices | None = None
+) -> dict[Action, float]:
+    """What each action takes longer than keeping.
+
+    Args:
+        profile: Measures them.
+        call: The number of a block's call.
+        actions: On that block.
+        prices: Seconds from counts; None: the block is timed on its device.
+
+    Raises:
+        ValueError: The block does not admit an action.
+    """
     kept = profile.costs.of(profile.kind_of(call), Keep()).phases
     work = {
         action: (
