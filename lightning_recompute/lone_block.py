@@ -209,14 +209,14 @@ class LoneBlock:
         return value.detach() if position in self.call.free else _fresh(value)
 
     def forward(
-        self, given: list[Tensor] | None = None, before_clearing: Callable[[], object] = lambda: None
+        self, given: list[Tensor] | None = None, clearing: Callable[[], object] = lambda: None
     ) -> list[Tensor]:
         """Run forward.
 
         Args:
             given: Tensors in place of the call's; the list is emptied. None: fresh ones.
-            before_clearing: Called at the end, when caches are still filled: autocast's of cast weights, and a cache of
-                keys and values.
+            clearing: Called twice at the end: when caches are still filled, autocast's of cast weights and one of keys
+                and values; and when only autocast's is.
 
         Returns:
             The tensors in its output.
@@ -231,8 +231,9 @@ class LoneBlock:
             result = self.call.surroundings.run(self.call.module, args, kwargs)
             filled = [leaf for leaf in tree_leaves((args, kwargs)) if is_cache(leaf)]
             del args, kwargs
-            before_clearing()
+            clearing()
             del filled
+            clearing()
         torch.clear_autocast_cache()
         return tensors_in(result)
 
