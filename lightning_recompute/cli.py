@@ -17,9 +17,11 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
+import torch
 from jsonargparse import DefaultHelpFormatter, Namespace, set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -190,8 +192,11 @@ class RecomputeCLI(LightningCLI):
             self.config_init, self.model, self.datamodule = self.config, None, None
             self.trainer = CommandTrainer  # type: ignore[assignment]  # asked for its command only
             return
+        # a model that is too large to build has no memory; what is made of it has none either
+        is_fake = self.config[self.config["subcommand"]].get("fake", False)
         try:
-            super().instantiate_classes()
+            with torch.device("meta") if is_fake else nullcontext():
+                super().instantiate_classes()
         except (ValueError, TypeError, OSError, MisconfigurationException) as error:
             cause: BaseException = error
             while cause.__cause__ is not None:

@@ -153,7 +153,8 @@ def _advice(
     """The rule of thumb for a model of this size, what it comes to here, and whether it is right."""
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     rule = rule_of_thumb(num_parameters, max(len(span) for span in base.profile.spans))
-    yield f"Rule of thumb for {rule.sizes} parameters (here {format_count(num_parameters)}): {rule.words}."
+    here = format_count(num_parameters).replace("G", "B")  # models are counted in billions
+    yield f"Rule of thumb for {rule.sizes} parameters (here {here}): {rule.words}."
     found = policy_forecasts(base, settings(rule.settings), prices=prices)
     if not found:
         yield f"Here: not possible, the model has nothing that {rule.settings[0]!r} would recompute."

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,19 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import TRAIN_DATALOADERS
 from rich.console import Console
+from torch.optim import Optimizer
 
 from lightning_recompute.device_memory import DEFAULT_FRACTION, budget_bytes
+from lightning_recompute.fake_model import on_fake_tensors
 from lightning_recompute.files import write_atomically
 from lightning_recompute.first_step import in_first_step
 from lightning_recompute.overview import Overview, overview
 from lightning_recompute.pictures import plan_picture, save_picture
-from lightning_recompute.planning import profile_batch
+from lightning_recompute.planning import prices_of, profile_batch
 from lightning_recompute.printing import wide_console
-from lightning_recompute.profiling import Profile
 from lightning_recompute.reporting import csv_text
 from lightning_recompute.settings import settings as named
+from lightning_recompute.stage_options import Prices
 from lightning_recompute.step_memory import PARTS
 from lightning_recompute.version import __version__
 
@@ -36,6 +39,8 @@ CURVE_FILE = "plan.csv"
 CURVE_COLUMNS = ("name", "kind", "peak_bytes", "extra_seconds")
 STEP_COLUMNS = ("moment", "phase", "block", *(f"{part}_bytes" for part in PARTS), "total_bytes", "kept_bytes")
 BLOCK_COLUMNS = ("block", "action", "held_bytes")
+
+_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 
 
 class PlanningTrainer(pl.Trainer):
@@ -50,6 +55,8 @@ class PlanningTrainer(pl.Trainer):
         blocks: str | list[str] | None = None,
         settings: list[str] | None = None,
         num_replicas: int | None = None,
+        device: str | None = None,
+        fake: bool = False,
         output: str = ".",
         ckpt_path: str | None = None,
         weights_only: bool | None = None,
@@ -67,6 +74,10 @@ class PlanningTrainer(pl.Trainer):
             settings: Settings to put beside the plan, such as [none, selective norm+act, full uniform 1, full block 4].
                 Null: those of practice.
             num_replicas: Data-parallel processes that will train. Null: as the config's devices and num_nodes say.
+            device: Name of another device to plan for, such as A100 or H100: time is counted by its peak and not
+                measured. Null: this one.
+            fake: Measure on tensors that have shapes and no memory, for a model that is too large to build here; time
+                is then counted, too.
             output: Folder for plan.yaml, plan.csv, plan_step.csv, plan_blocks.csv, plan.png and plan.svg.
             ckpt_path: Not read; here so that the config of a fit can be used.
             weights_only: Not read; here so that the config of a fit can be used.
@@ -77,7 +88,13 @@ class PlanningTrainer(pl.Trainer):
         Raises:
             BudgetError: No plan keeps the budget; what there is beside it is printed and written nevertheless.
         """
-        view = plan_first_batch(
+        if memory_budget is None and (fake or device is not None):
+            raise ValueError(
+                "memory_budget: none is given, and 0.9 of this device means nothing for another one; give a size such "
+                "as 22GiB"
+            )
+        look = plan_on_fake_tensors if fake else plan_first_batch
+        view = look(
             self,
             model,
             train_dataloaders,
@@ -86,6 +103,7 @@ class PlanningTrainer(pl.Trainer):
             blocks=blocks,
             settings=settings,
             num_replicas=num_replicas or 1,
+            device=device,
         )
         paths = save(view, output)
         _print(view, paths, wide_console())
@@ -104,6 +122,7 @@ def plan_first_batch(
     blocks: str | Sequence[str] | None = None,
     settings: Sequence[str] | None = None,
     num_replicas: int = 1,
+    device: str | None = None,
 ) -> Overview:
     """Plan for a model in the first training step of a fit, which then ends.
 
@@ -116,41 +135,111 @@ def plan_first_batch(
         blocks: See `find_blocks`.
         settings: Names of settings to put beside the plan; None: the usual ones.
         num_replicas: Data-parallel processes that will train.
+        device: Name of another device, by whose peak time is counted; None: it is measured on this one.
 
     Raises:
         ValueError: The Trainer has several processes, training ends before a first batch, the budget is no size, a
-            setting is none, or the model's blocks cannot be found or measured.
+            setting is none, the other device is not known, or the model's blocks cannot be found or measured.
     """
     named(settings or ())  # refused before anything is measured
-    device = trainer.strategy.root_device
-    budget = budget_bytes(memory_budget, device)
+    here = trainer.strategy.root_device
+    budget = budget_bytes(memory_budget, here)
 
     def look(step: Callable[[], Any], batch: Any) -> Overview:
-        profile = _profile(trainer, model, step, batch, blocks, num_replicas)
-        return overview(model, profile, budget, _device_name(device), names=settings)
+        profile = profile_batch(
+            model,
+            batch,
+            step=step,
+            blocks=blocks,
+            optimizers=[each for each in trainer.optimizers if isinstance(each, Optimizer)],
+            accumulating=_accumulates(trainer, model),
+            other_bytes=_bucket_bytes(model, num_replicas),
+        )
+        prices = None if device is None else prices_of(device, model)
+        return overview(model, profile, budget, device or _device_name(here), names=settings, prices=prices)
 
     return in_first_step(trainer, model, look, train_dataloaders, datamodule)
 
 
-def _profile(
+def plan_on_fake_tensors(
     trainer: pl.Trainer,
     model: pl.LightningModule,
-    step: Callable[[], Any],
-    batch: Any,
-    blocks: str | Sequence[str] | None,
-    num_replicas: int,
-) -> Profile:
-    gradient_bytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    return profile_batch(
-        model,
-        batch,
-        step=step,
-        blocks=blocks,
-        optimizers=trainer.optimizers,
-        accumulating=trainer.accumulate_grad_batches > 1,
-        # the buckets that gradients are averaged in
-        other_bytes=gradient_bytes if num_replicas > 1 else 0,
-    )
+    train_dataloaders: TRAIN_DATALOADERS | None = None,
+    datamodule: pl.LightningDataModule | None = None,
+    *,
+    memory_budget: str | int | float,
+    blocks: str | Sequence[str] | None = None,
+    settings: Sequence[str] | None = None,
+    num_replicas: int = 1,
+    device: str | None = None,
+) -> Overview:
+    """Plan for a model that is too large to build, with its first batch, without a fit.
+
+    Args:
+        trainer: Says precision and accumulation.
+        model: The model, on the meta device.
+        train_dataloaders: A loader; None: that of the datamodule or the model.
+        datamodule: The data.
+        memory_budget: See `budget_bytes`.
+        blocks: See `find_blocks`.
+        settings: Names of settings to put beside the plan; None: the usual ones.
+        num_replicas: Data-parallel processes that will train.
+        device: Name of the device by whose peak time is counted; None: an accelerator of today.
+
+    Raises:
+        ValueError: The budget is no size, a setting is none, the device is not known, or the model's blocks cannot be
+            found or measured.
+    """
+    named(settings or ())
+    budget = budget_bytes(memory_budget, "cpu")
+    batch = _first_batch(model, train_dataloaders, datamodule)
+    model.trainer = trainer
+    with ExitStack() as stack:
+        fake = stack.enter_context(on_fake_tensors(lambda: model, dtype=_DTYPES.get(trainer.precision)))
+        stack.enter_context(trainer.precision_plugin.train_step_context())
+        profile = profile_batch(
+            fake,
+            batch,
+            blocks=blocks,
+            optimizers=_optimizers(fake.configure_optimizers()),
+            accumulating=_accumulates(trainer, fake),
+            other_bytes=_bucket_bytes(fake, num_replicas),
+            exact=False,
+        )
+        prices = Prices() if device is None else prices_of(device, fake)
+        return overview(fake, profile, budget, device or "fake tensors", names=settings, prices=prices)
+
+
+def _first_batch(
+    model: pl.LightningModule, loader: TRAIN_DATALOADERS | None, datamodule: pl.LightningDataModule | None
+) -> Any:
+    if loader is None and datamodule is not None:
+        datamodule.prepare_data()
+        datamodule.setup("fit")
+        loader = datamodule.train_dataloader()
+    return next(iter(model.train_dataloader() if loader is None else loader))
+
+
+def _optimizers(configured: Any) -> list[Optimizer]:
+    """The optimizers in what `configure_optimizers` returns, in any of its forms."""
+    if isinstance(configured, Optimizer):
+        return [configured]
+    if isinstance(configured, Mapping):
+        return _optimizers(configured["optimizer"])
+    if isinstance(configured, tuple | list):
+        return [optimizer for each in configured for optimizer in _optimizers(each)]
+    return []  # a scheduler, or none
+
+
+def _accumulates(trainer: pl.Trainer, model: pl.LightningModule) -> bool:
+    return trainer.accumulate_grad_batches > 1 and model.automatic_optimization
+
+
+def _bucket_bytes(model: pl.LightningModule, num_replicas: int) -> int:
+    """The buckets that gradients are averaged in."""
+    if num_replicas == 1:
+        return 0
+    return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
 
 
 def _device_name(device: torch.device) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import re
+import resource
 import shlex
 import subprocess
 import sys
@@ -58,8 +59,9 @@ def test_every_config_shows_how_it_is_run_and_what_it_means() -> None:
     assert len(CONFIGS) >= 4
     for name, path in CONFIGS.items():
         first = COMMANDS[name][0]
-        assert first[-1] == f"configs/{name}"
-        assert all(value in ("fit", "--config") or (ROOT / value).is_file() for value in first)
+        assert first[0] in ("fit", "plan")
+        assert first[-2:] == ["--config", f"configs/{name}"]
+        assert all((ROOT / value).is_file() for value in first if value.endswith(".yaml"))
         assert path.read_text().startswith("# ")
 
 
@@ -69,7 +71,12 @@ ACTIONS = {
     "gpt_bytes_block.yaml": [Full(), Full(), Keep()],
     "hf_llama.yaml": [Selective(("norm", "act"))],
 }
-ALONE = [(name, command) for name, found in COMMANDS.items() for command in found if "2procs" not in name]
+ALONE = [
+    (name, command)
+    for name, found in COMMANDS.items()
+    for command in found
+    if "2procs" not in name and command[0] == "fit"
+]
 
 
 @pytest.mark.parametrize(("name", "command"), ALONE, ids=lambda value: value if isinstance(value, str) else "")
@@ -109,3 +116,27 @@ def test_two_processes(folder: Path) -> None:
     rows = list(csv.DictReader((plan.parent / "memory.csv").open()))
     assert {row["rank"] for row in rows} == {"0", "1"}
     assert done.stderr.count("Recompute: blocks (4 x TransformerBlock)") == 1
+
+
+PLANS = [command for found in COMMANDS.values() for command in found if command[0] == "plan"]
+
+
+@pytest.mark.parametrize("command", PLANS)
+def test_plans(command: list[str], folder: Path) -> None:
+    smaller = ["--model.num_layers", "2", "--memory_budget", "1GiB", "--data.max_bytes", "100000"]
+    main([*command, *smaller, *TINY_MODEL["lightning_recompute.GPT"], "--output", str(folder)])
+    assert RecomputePlan.load(folder / "plan.yaml").num_blocks == 2
+
+
+@pytest.mark.long
+def test_a_model_too_large_to_build_is_planned_for(folder: Path) -> None:
+    """Whole, as the config says, in a process of its own whose memory is looked at."""
+    (command,) = COMMANDS["gpt3_175b.yaml"]
+    program = Path(sys.executable).with_name("lightning-recompute")
+    done = subprocess.run([program, *command, "--output", folder], cwd=ROOT, timeout=280, check=False)
+    assert done.returncode == 0
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2 * 2**20  # KiB
+    plan = folder / "plan.yaml"
+    assert OmegaConf.load(plan).record.predicted_peak_bytes <= 1340 * 2**30
+    # neither nothing nor everything is recomputed
+    assert {type(segment.action) for segment in RecomputePlan.load(plan).segments} - {Keep}

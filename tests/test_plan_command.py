@@ -27,7 +27,7 @@ from lightning_recompute.gpt import GPT
 from lightning_recompute.memory_report import MemoryReport
 from lightning_recompute.overview import Overview
 from lightning_recompute.plan import Action, RecomputePlan
-from lightning_recompute.plan_command import plan_first_batch, save
+from lightning_recompute.plan_command import plan_first_batch, plan_on_fake_tensors, save
 from lightning_recompute.recompute_callback import Recompute
 
 BUDGET = 2_400_000
@@ -179,6 +179,31 @@ def test_replicas_have_buckets() -> None:
     assert peak(2) - peak(1) == sum(parameter.nbytes for parameter in Net().parameters())
 
 
+def test_another_device_is_counted_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "measure_seconds", None)
+    options: dict[str, Any] = {"memory_budget": "1MiB", "settings": ["none", "full uniform 1"]}
+    slow, fast = (plan_first_batch(trainer(), Net(), loader(), device=name, **options) for name in ("A100", "H100"))
+    assert slow.device == "A100"
+    assert slow.of_kind("setting")[1].extra_seconds > fast.of_kind("setting")[1].extra_seconds > 0
+
+
+LONG = [pytest.param(precision, marks=pytest.mark.long) for precision in ("32-true", "bf16-mixed")]
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", *LONG])
+def test_a_model_that_is_not_built(precision: str) -> None:
+    """Its peaks are those of the real one."""
+    options: dict[str, Any] = {"memory_budget": BUDGET, "settings": ["none", "full uniform 1", "selective norm+act"]}
+    real = plan_first_batch(trainer(precision=precision), gpt(), datamodule=text(), **options)
+    with torch.device("meta"):
+        unbuilt = gpt(decay_steps=10)
+    fake = plan_on_fake_tensors(trainer(precision=precision), unbuilt, datamodule=text(), num_replicas=1, **options)
+    found, due = ([(point.name, point.peak_bytes) for point in view.of_kind("setting")] for view in (fake, real))
+    assert [name for name, _ in found] == [name for name, _ in due] == options["settings"]
+    for (_, one), (_, other) in zip(found, due, strict=True):
+        assert one == pytest.approx(other, rel=0.002)
+
+
 def test_a_budget_that_no_plan_keeps(tmp_path: Path) -> None:
     view = plan_first_batch(trainer(), Net(), loader(), memory_budget=10_000)
     assert view.forecast is None
@@ -254,6 +279,15 @@ def test_a_budget_that_cannot_be_kept_is_one_message(project: Path, capsys: pyte
     # what there is beside the plan is there nevertheless
     assert "full uniform 1" in said.out
     assert {path.name for path in (project / "out").iterdir()} == FILES - {"plan.yaml"}
+
+
+def test_another_device_needs_a_size(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config()
+    for option in ("--device=A100", "--fake=true"):
+        with pytest.raises(SystemExit) as left:
+            main(["plan", "--config", "c.yaml", option])
+        assert left.value.code == 2
+        assert "error: memory_budget: none is given" in capsys.readouterr().err
 
 
 def test_without_a_budget_it_is_a_part_of_the_device(view: Overview, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,17 @@ def test_figures_of_memory_are_those_of_the_demo(strategy: str, tmp_path: Path) 
             assert mib(phase, column) == pytest.approx(float(figure), rel=0.02, abs=0.3), (phase, column)
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("_in_the_project")
+def test_what_the_rule_of_thumb_saves_on_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved, peak = re.search(r"it saves (\d+) bytes of ([\d.]+ MiB)", README).groups()
+    counted = ["--device", "H100", "--memory_budget", "40MiB", "--output", str(tmp_path)]
+    main(["plan", "--config", "configs/gpt_bytes.yaml", *counted])
+    printed = capsys.readouterr().out
+    assert f"({saved} bytes) of the {peak} without recompute" in printed
+    assert "The rule is wrong here" in printed
+
+
 @pytest.mark.usefixtures("_in_the_project")
 def test_the_message_that_is_shown_is_the_one_that_comes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "c.yaml"
