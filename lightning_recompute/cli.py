@@ -32,7 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 # Imported for their names on the command line: `--model GPT`, `--trainer.callbacks+=MemoryReport`.
 from lightning_recompute.callbacks import MemoryReport, ThroughputReport
 from lightning_recompute.cli_messages import explain
-from lightning_recompute.command_config import num_replicas, recompute_entry
+from lightning_recompute.command_config import is_sharded, num_replicas, recompute_entry
 from lightning_recompute.compare_command import compare
 from lightning_recompute.data import TextDataModule
 from lightning_recompute.first_step import ON_ONE_DEVICE
@@ -183,6 +183,10 @@ class RecomputeCLI(LightningCLI):
         for name in ("memory_budget", "blocks", "num_replicas"):
             if name in arguments and arguments[name] is None:
                 arguments[name] = of_config.get(name)
+        if is_sharded(given):
+            logging.getLogger(__name__).warning(
+                "the strategy spreads the model over processes; here it is looked at as a whole, on one device"
+            )
         for name, value in ON_ONE_DEVICE.items():
             trainer[name] = value
 

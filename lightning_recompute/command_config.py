@@ -68,6 +68,17 @@ def num_replicas(trainer: Config) -> int:
     return (1 if on_cpu else max(torch.cuda.device_count(), 1)) * num_nodes
 
 
+def is_sharded(trainer: Config) -> bool:
+    """Whether the Trainer's strategy spreads parameters over processes, which no forecast knows.
+
+    Args:
+        trainer: The Trainer's part of the config.
+    """
+    strategy = trainer.get("strategy")
+    name = str(strategy.get("class_path") if isinstance(strategy, Mapping) else strategy).lower()
+    return any(word in name for word in ("fsdp", "deepspeed", "modelparallel"))
+
+
 def _path(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 

@@ -83,7 +83,7 @@ def plan_picture(view: Overview) -> Figure:
     """
     figure = new_figure(13, 9)
     grid = figure.add_gridspec(2, 2, height_ratios=(1.15, 1))
-    unit, size = binary_unit(max(view.budget_bytes, *(point.peak_bytes for point in view.points)))
+    unit, size = binary_unit(max(point.peak_bytes for point in view.points))
     _draw_step(figure.add_subplot(grid[0, :]), view, unit, size)
     _draw_blocks(figure.add_subplot(grid[1, 0]), view.blocks)
     _draw_curve(figure.add_subplot(grid[1, 1]), view, unit, size)

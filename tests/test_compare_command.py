@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from lightning_recompute import compare_command
 from lightning_recompute.cli import main
-from lightning_recompute.command_config import config_of_setting, num_replicas, recompute_entry
+from lightning_recompute.command_config import config_of_setting, is_sharded, num_replicas, recompute_entry
 from lightning_recompute.compare_command import compare
 from lightning_recompute.recompute_callback import Recompute
 from lightning_recompute.runs import Failure
@@ -111,6 +111,22 @@ def test_training_alone_is_left() -> None:
 )
 def test_number_of_processes(trainer: dict[str, Any], number: int) -> None:
     assert num_replicas(trainer) == number
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sharded"),
+    [
+        ("fsdp", True),
+        ({"class_path": "lightning.pytorch.strategies.FSDPStrategy"}, True),
+        ({"class_path": "lightning.pytorch.strategies.ModelParallelStrategy", "init_args": {}}, True),
+        ("deepspeed_stage_2", True),
+        ("ddp", False),
+        ({"class_path": STRATEGY}, False),
+        (None, False),
+    ],
+)
+def test_sharded_strategies_are_known(strategy: Any, sharded: bool) -> None:
+    assert is_sharded({"strategy": strategy}) == sharded
 
 
 def test_what_recomputes_is_found() -> None:

@@ -281,6 +281,13 @@ def test_a_budget_that_cannot_be_kept_is_one_message(project: Path, capsys: pyte
     assert {path.name for path in (project / "out").iterdir()} == FILES - {"plan.yaml"}
 
 
+def test_a_sharded_model_is_looked_at_as_a_whole(project: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config()
+    # one process, and so no shards
+    main(["plan", "--config", "c.yaml", "--trainer.strategy", "fsdp", "--memory_budget", "1MiB"])
+    assert "spreads the model over processes" in caplog.text
+
+
 def test_another_device_needs_a_size(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config()
     for option in ("--device=A100", "--fake=true"):
