@@ -97,6 +97,9 @@ class Profile:
         for call, passage in enumerate(skeleton.passages):
             for number in passage.given:
                 self._first_given.setdefault(number, call)
+        # states of the CPU's random numbers, which frames keep, are on no other device
+        is_on_cpu = all(kind.call.device.type == "cpu" for kind in capture.kinds)
+        self._random_bytes = torch.get_rng_state().nbytes if is_on_cpu else 0
         self._seconds: dict[tuple[int, Action], float] = {}
         self._flops: dict[tuple[int, Action], int] = {}
 
@@ -210,26 +213,37 @@ class Profile:
         alone = [self.call_cost(call, actions, accumulating=accumulating) for call in unit]
         inside = frozenset(number for call in unit for number in self.skeleton.passages[call].made)
         sizes = self.skeleton.sizes
-        replayed = [
-            max(keep.inner_bytes - own.inner_bytes, 0) + sum(sizes[number] for number in keep.holds & inside)
-            for keep, own in zip(kept, alone, strict=True)
+        # what frames hold for themselves is not made again; operators' outputs that were saved are let go of
+        frames = [self.costs.of(self.kind_of(call), Full()).phases.inner_bytes for call in unit]
+        inner = [
+            keep.inner_bytes - own.inner_bytes + frame for keep, own, frame in zip(kept, alone, frames, strict=True)
         ]
+        # what goes from block to block in the unit is let go of with the first of those that hold it
+        holder = {number: index for index, keep in reversed(list(enumerate(kept))) for number in keep.holds & inside}
+        replayed = list(inner)
+        for number, index in holder.items():
+            replayed[index] += sizes[number]
+        # of blocks that draw, a unit keeps the random state of the first; one more while it runs on, or is replayed
+        drawing = [call for call, frame in zip(unit, frames, strict=True) if 0 < self._random_bytes <= frame]
+        extra = [self._random_bytes if call in drawing[1:] else 0 for call in unit]
         # while a block is replayed, those before it have been, and what they returned is there
         running = []
-        returned = 0
-        for index, (call, keep) in enumerate(zip(unit, kept, strict=True)):
-            running.append(returned + keep.forward_bytes - sum(replayed[index:]))
-            held = frozenset().union(*(each.holds for each in kept))
-            returned += sum(sizes[number] for number in set(self.skeleton.passages[call].made) - held)
+        there = 0
+        for index, (call, keep, own) in enumerate(zip(unit, kept, alone, strict=True)):
+            replay_bytes = keep.forward_bytes + (self._random_bytes if drawing else 0)
+            if index + 1 == len(unit):  # it stops at the last value that is needed, as alone
+                replay_bytes = min(replay_bytes, own.backward_bytes)
+            running.append(there + replay_bytes - sum(replayed))
+            there += inner[index] + sum(sizes[number] for number in self.skeleton.passages[call].made)
         found = []
         for index, (keep, own) in enumerate(zip(kept, alone, strict=True)):
             is_last = index + 1 == len(unit)
             found.append(
                 CallCost(
-                    inner_bytes=own.inner_bytes,
+                    inner_bytes=own.inner_bytes - extra[index],
                     holds=own.holds - inside,
                     cached_bytes=own.cached_bytes,
-                    forward_bytes=own.forward_bytes,
+                    forward_bytes=own.forward_bytes + extra[index],
                     backward_bytes=max(keep.backward_bytes, *running) if is_last else keep.backward_bytes,
                     gradient_bytes=own.gradient_bytes,
                     replayed_bytes=replayed[index],
