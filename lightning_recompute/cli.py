@@ -40,7 +40,7 @@ from lightning_recompute.gpt import GPT
 from lightning_recompute.inspect_command import SUBCOMMAND as INSPECT
 from lightning_recompute.inspect_command import InspectingTrainer
 from lightning_recompute.plan_command import SUBCOMMAND as PLAN
-from lightning_recompute.plan_command import PlanningTrainer
+from lightning_recompute.plan_command import PlanningTrainer, is_too_large
 from lightning_recompute.policy import nearest
 from lightning_recompute.recompute_callback import Recompute
 from lightning_recompute.strategy import RecomputeStrategy
@@ -197,7 +197,10 @@ class RecomputeCLI(LightningCLI):
             self.trainer = CommandTrainer  # type: ignore[assignment]  # asked for its command only
             return
         # a model that is too large to build has no memory; what is made of it has none either
-        is_fake = self.config[self.config["subcommand"]].get("fake", False)
+        arguments = self.config[self.config["subcommand"]]
+        is_fake = arguments.get("fake", False)
+        if is_fake is None:
+            is_fake = is_too_large(arguments.get("model"))
         try:
             with torch.device("meta") if is_fake else nullcontext():
                 super().instantiate_classes()

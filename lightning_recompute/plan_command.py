@@ -17,10 +17,11 @@ from lightning.pytorch.utilities.types import TRAIN_DATALOADERS
 from rich.console import Console
 from torch.optim import Optimizer
 
-from lightning_recompute.device_memory import DEFAULT_FRACTION, budget_bytes
+from lightning_recompute.device_memory import DEFAULT_FRACTION, budget_bytes, device_bytes
 from lightning_recompute.fake_model import on_fake_tensors
 from lightning_recompute.files import write_atomically
 from lightning_recompute.first_step import in_first_step
+from lightning_recompute.gpt import GPT
 from lightning_recompute.overview import Overview, overview
 from lightning_recompute.pictures import plan_picture, save_picture
 from lightning_recompute.planning import prices_of, profile_batch
@@ -56,7 +57,7 @@ class PlanningTrainer(pl.Trainer):
         settings: list[str] | None = None,
         num_replicas: int | None = None,
         device: str | None = None,
-        fake: bool = False,
+        fake: bool | None = None,
         output: str = ".",
         ckpt_path: str | None = None,
         weights_only: bool | None = None,
@@ -77,7 +78,7 @@ class PlanningTrainer(pl.Trainer):
             device: Name of another device to plan for, such as A100 or H100: time is counted by its peak and not
                 measured. Null: this one.
             fake: Measure on tensors that have shapes and no memory, for a model that is too large to build here; time
-                is then counted, too.
+                is then counted, too. Null: where it is our GPT and its parameters would not fit.
             output: Folder for plan.yaml, plan.csv, plan_step.csv, plan_blocks.csv, plan.png and plan.svg.
             ckpt_path: Not read; here so that the config of a fit can be used.
             weights_only: Not read; here so that the config of a fit can be used.
@@ -88,6 +89,7 @@ class PlanningTrainer(pl.Trainer):
         Raises:
             BudgetError: No plan keeps the budget; what there is beside it is printed and written nevertheless.
         """
+        fake = any(parameter.is_meta for parameter in model.parameters())
         if memory_budget is None and (fake or device is not None):
             raise ValueError(
                 "memory_budget: none is given, and 0.9 of this device means nothing for another one; give a size such "
@@ -159,6 +161,24 @@ def plan_first_batch(
         return overview(model, profile, budget, device or _device_name(here), names=settings, prices=prices)
 
     return in_first_step(trainer, model, look, train_dataloaders, datamodule)
+
+
+def is_too_large(entry: Any) -> bool:
+    """Whether a config's model is our GPT with more parameters than this machine could hold twice.
+
+    Other models are not known to make the same masks and tables on fake tensors.
+
+    Args:
+        entry: The model's entry in the config, with `class_path` and `init_args`.
+    """
+    if getattr(entry, "class_path", None) not in (
+        f"{GPT.__module__}.{GPT.__name__}",
+        f"lightning_recompute.{GPT.__name__}",
+    ):
+        return False
+    with torch.device("meta"):
+        model = GPT(**vars(entry.init_args))
+    return 2 * sum(parameter.nbytes for parameter in model.parameters()) > device_bytes("cpu")
 
 
 def plan_on_fake_tensors(

@@ -172,10 +172,10 @@ def _why_none(profile: Profile, plan: RecomputePlan, budget_bytes: int) -> str:
         f"of a step is {format_bytes(stage.peak_bytes)} ({stage.peak_bytes} bytes), at: {stage.moment}. It consists "
         f"of {parts}",
     ]
-    if kept.peak_bytes - stage.peak_bytes < 0.01 * kept.peak_bytes or "head" in stage.moment:
-        what = "the head and loss set the peak" if "head" in stage.moment else f"the peak is set by: {stage.moment}"
+    if kept.peak_bytes - stage.peak_bytes < 0.05 * kept.peak_bytes:
+        what = "The head and loss set the peak" if "head" in stage.moment else f"The peak is set by: {stage.moment}"
         lines.append(
-            f"{what}, which recompute of blocks does not change (without any it is {format_bytes(kept.peak_bytes)})"
+            f"{what}; no recompute of blocks helps (with none at all the peak is {format_bytes(kept.peak_bytes)})"
         )
     lines.append(
         f"Cures: a budget of at least {stage.peak_bytes} bytes; a smaller batch with accumulate_grad_batches (or "

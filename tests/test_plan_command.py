@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from cli_modules import MODULES
+from jsonargparse import Namespace
 from lightning_modules import Net, loader
 from omegaconf import OmegaConf
 
@@ -27,7 +28,7 @@ from lightning_recompute.gpt import GPT
 from lightning_recompute.memory_report import MemoryReport
 from lightning_recompute.overview import Overview
 from lightning_recompute.plan import Action, RecomputePlan
-from lightning_recompute.plan_command import plan_first_batch, plan_on_fake_tensors, save
+from lightning_recompute.plan_command import is_too_large, plan_first_batch, plan_on_fake_tensors, save
 from lightning_recompute.recompute_callback import Recompute
 
 BUDGET = 2_400_000
@@ -308,3 +309,12 @@ def test_without_a_budget_it_is_a_part_of_the_device(view: Overview, monkeypatch
     monkeypatch.setattr(plan_command, "save", lambda view, folder: [])
     plan_command.PlanningTrainer.plan(trainer(), Net())  # type: ignore[arg-type]
     assert asked == [device_memory.DEFAULT_FRACTION]
+
+
+@pytest.mark.parametrize(
+    ("class_path", "hidden_size", "due"),
+    [("lightning_recompute.GPT", 64, False), ("lightning_recompute.gpt.GPT", 65536, True), ("my.Model", 65536, False)],
+)
+def test_which_models_are_too_large_to_build(class_path: str, hidden_size: int, due: bool) -> None:
+    sizes = {"num_layers": 96, "num_heads": 8, "hidden_size": hidden_size, "max_length": 64}
+    assert is_too_large(Namespace(class_path=class_path, init_args=Namespace(**sizes))) is due
