@@ -69,6 +69,7 @@ class Profile:
     Attributes:
         names: Names of the blocks in all lists.
         spans: For each list the indices of its blocks in plans.
+        same_as: Of a block that stands in a list several times: the index under which it is counted, for the others.
     """
 
     def __init__(
@@ -91,6 +92,11 @@ class Profile:
         names = [name for block_list in block_lists for name in block_list.names]
         self.names = tuple(names)
         self._index = {name: index for index, name in reversed(list(enumerate(names)))}
+        blocks = [block for block_list in block_lists for block in block_list.blocks]
+        called = {id(blocks[index]): index for index in map(self._index.__getitem__, capture.names)}
+        self.same_as = {
+            index: called[id(block)] for index, block in enumerate(blocks) if called.get(id(block), index) != index
+        }
         starts = [0, *itertools.accumulate(len(block_list) for block_list in block_lists)]
         self.spans = tuple(range(start, stop) for start, stop in itertools.pairwise(starts))
         self._first_given: dict[int, int] = {}
@@ -177,6 +183,8 @@ class Profile:
         cost = self.costs.of(self.kind_of(call), actions[call])
         phases = cost.phases
         passage = self.skeleton.passages[call]
+        # of a block that is called several times, gradients wait for those of its first call
+        accumulating = accumulating and self.capture.names[call] not in self.capture.names[:call]
         # an input that is freed where it was made is made again for this block's backward
         frees = call in self.capture.chained and self._frees_output(call - 1, actions[call - 1])
         given, inner_bytes, again = (

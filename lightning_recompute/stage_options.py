@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_recompute.capture import BlockCall
@@ -72,11 +72,13 @@ class StageOptions:
         stage: The options and rows, for the planner.
         actions: For each block the action of each option.
         start: Index of the stage's first block.
+        same_as: Blocks that are another one, whose action they share, by index.
     """
 
     stage: StageCosts
     actions: tuple[tuple[Action, ...], ...]
     start: int
+    same_as: Mapping[int, int]
 
     def segments(self, choices: Choices) -> Iterator[Segment]:
         """What choices mean, as segments of a plan; neighbours that are alike become one where that is the same."""
@@ -86,6 +88,11 @@ class StageOptions:
                 continue
             action = self.actions[block][choice]
             first = self.start + block
+            if first in self.same_as:
+                other = self.same_as[first] - self.start
+                chosen = choices[other]
+                assert chosen is not None, "a block that is called several times is in no group"
+                action = self.actions[other][chosen]
             stop = first + self.stage.options[block][choice].num_units
             if found and found[-1].action == action and isinstance(action, Keep | Selective):
                 found[-1] = Segment(found[-1].start, stop, action)
@@ -244,7 +251,7 @@ def stage_options(
         floor_bytes=static_bytes + floor,
         in_flight=in_flight,
     )
-    return StageOptions(stage, tuple(actions), start)
+    return StageOptions(stage, tuple(actions), start, profile.same_as)
 
 
 class _Rows:
