@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -113,8 +113,8 @@ def is_compiled(module: nn.Module) -> bool:
     return any(getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, "_orig_mod") for part in parts)
 
 
-class Stage(nn.Module):
-    """Runs a function while its block, any module, has other parameters and buffers: by `functional_call`."""
+class _Stage(nn.Module):
+    """Runs a function while its block, any module, has other parameters and buffers."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -123,6 +123,23 @@ class Stage(nn.Module):
     def forward(self, function: Callable[[], Any]) -> Any:
         """Run the function."""
         return function()
+
+
+def with_stand_ins(module: nn.Module, stand_ins: Mapping[Tensor, Tensor], function: Callable[[], Any]) -> Any:
+    """Call a function while a module has other tensors in the places of its parameters and buffers.
+
+    Args:
+        module: The module; afterwards it has its own again.
+        stand_ins: What stands in for each; a tensor that is not among them stays.
+        function: What is called.
+    """
+    places: dict[str, Tensor] = {}
+    # each module once: of one in two places, torch would put the stand-ins back (hence no `tie_weights`)
+    for prefix, part in module.named_modules(prefix="block"):
+        for name, value in (*part._parameters.items(), *part._buffers.items()):
+            if value is not None and value in stand_ins:
+                places[f"{prefix}.{name}"] = stand_ins[value]
+    return torch.func.functional_call(_Stage(module), places, (function,), tie_weights=False)
 
 
 class _Made(torch.autograd.Function):
@@ -175,14 +192,13 @@ class LoneBlock:
     def __init__(self, call: BlockCall, fake: FakeTensorMode | None) -> None:
         self.call = call
         self._fake = fake
-        self._stage = Stage(call.module)
         self._values = [self._detached(tensor) for tensor in call.tensors]
-        self._parameters = {
-            f"block.{name}": nn.Parameter(self._detached(parameter), parameter.requires_grad)
-            for name, parameter in call.module.named_parameters()
+        self._parameters: dict[Tensor, Tensor] = {
+            parameter: nn.Parameter(self._detached(parameter), parameter.requires_grad)
+            for parameter in call.module.parameters()
         }
-        buffers = call.module.named_buffers() if fake is not None else ()  # real ones are copies already
-        self._buffers = {f"block.{name}": self._detached(buffer) for name, buffer in buffers}
+        buffers = call.module.buffers() if fake is not None else ()  # real ones are copies already
+        self._buffers = {buffer: self._detached(buffer) for buffer in buffers}
 
     @property
     def is_fake(self) -> bool:
@@ -197,7 +213,7 @@ class LoneBlock:
         for parameter in self._parameters.values():
             parameter.grad = None
         with self._fake or contextlib.nullcontext():
-            return torch.func.functional_call(self._stage, {**self._parameters, **self._buffers}, (function,))
+            return with_stand_ins(self.call.module, {**self._parameters, **self._buffers}, function)
 
     def given(self, position: int) -> Tensor:
         """A fresh tensor in place of one of the call's; what was there before the step is given as it is."""
@@ -208,9 +224,7 @@ class LoneBlock:
             return made
         return value.detach() if position in self.call.free else _fresh(value)
 
-    def forward(
-        self, given: list[Tensor] | None = None, clearing: Callable[[], object] = lambda: None
-    ) -> list[Tensor]:
+    def forward(self, given: list[Tensor] | None = None, clearing: Callable[[], object] = lambda: None) -> list[Tensor]:
         """Run forward.
 
         Args:

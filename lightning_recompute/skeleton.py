@@ -22,7 +22,7 @@ from lightning_recompute.blocks import BlockList
 from lightning_recompute.calls import Args, FreshCopy, Kwargs
 from lightning_recompute.capture import is_cache, plain_storage, slotted, tensors_in
 from lightning_recompute.ledger import Ledger, allocated_bytes
-from lightning_recompute.lone_block import Stage
+from lightning_recompute.lone_block import with_stand_ins
 from lightning_recompute.patch import Patch
 from lightning_recompute.recompute_unit import needs_grad
 from lightning_recompute.timeline import Moment, MomentKind, Passage, Skeleton
@@ -175,15 +175,13 @@ def run_skeleton(
     Raises:
         ValueError: What `run` returns does not depend on a trainable parameter.
     """
-    parameters = {name: nn.Parameter(p.detach(), p.requires_grad) for name, p in module.named_parameters()}
-    device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
+    stand_ins: dict[Tensor, Tensor] = {p: nn.Parameter(p.detach(), p.requires_grad) for p in module.parameters()}
+    device = next((parameter.device for parameter in stand_ins), torch.device("cpu"))
     if accumulating:
-        for parameter in parameters.values():
+        for parameter in stand_ins.values():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     account = _Account(device, fake=any(isinstance(parameter, FakeTensor) for parameter in module.parameters()))
     recorder = _Recorder(account)
-    stand_ins: dict[str, Tensor] = {f"block.{name}": parameter for name, parameter in parameters.items()}
-    del parameters
 
     def step() -> None:
         account.reset_peak()
@@ -201,7 +199,7 @@ def run_skeleton(
         for block, name in distinct_blocks(block_lists):
             stack.callback(Patch(block, shelled_forward, recorder, name).remove)
         with account, torch.enable_grad():
-            torch.func.functional_call(Stage(module), stand_ins, (step,))
+            with_stand_ins(module, stand_ins, step)
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return Skeleton(
         tuple(recorder.moments), tuple(recorder.passages), tuple(account.sizes), allocated_bytes(trainable, device)
