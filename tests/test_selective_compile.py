@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch._functorch.config as functorch_config
 from guards import held_bytes, plan_of
 from parity import assert_same, observe, seeded
 from torch import Tensor, nn
@@ -16,7 +17,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 from toys import WIDTH, Attention, Block, square_loss, stack, step
 
-from lightning_recompute.plan import Keep, RecomputePlan, SaveOps, Segment, Selective
+from lightning_recompute.memory import measure_step
+from lightning_recompute.plan import Full, Keep, RecomputePlan, SaveOps, Segment, Selective
 from lightning_recompute.recompute import apply_recompute
 
 BACKENDS = ["eager", "aot_eager"]
@@ -243,3 +245,25 @@ def test_a_compiled_function_inside_a_block() -> None:
 
 def test_square_loss_is_finite() -> None:
     assert square_loss(seeded(build)).isfinite()
+
+
+@pytest.mark.long
+def test_torchs_min_cut_in_a_kept_block_adds_to_ours_in_another() -> None:
+    """A kept block that is compiled is torch's to recompute: its partitioner saves there what ours saves here."""
+    held: dict[tuple[float, str], int] = {}
+    gradients: dict[tuple[float, str], list[Tensor]] = {}
+    for budget in (1.0, 0.0):
+        for name, action in (("kept", Keep()), ("full", Full())):
+            torch._dynamo.reset()
+            model = blocks_in_place(seeded(build), "aot_eager_decomp_partition")
+            plan = RecomputePlan((Segment(0, 1, action), Segment(1, NUM_BLOCKS, Keep())))
+            with functorch_config.patch(activation_memory_budget=budget), apply_recompute(model, plan):
+                square_loss(model).backward()  # compiles
+                model.zero_grad()
+                held[budget, name] = measure_step(lambda model=model: square_loss(model)).held_bytes  # type: ignore[misc]
+                gradients[budget, name] = [parameter.grad for parameter in model.parameters()]
+    assert held[1.0, "full"] < held[1.0, "kept"]
+    assert held[0.0, "full"] < held[1.0, "full"]
+    assert held[0.0, "kept"] < held[1.0, "kept"]
+    for found in gradients.values():
+        torch.testing.assert_close(found, gradients[1.0, "kept"])
