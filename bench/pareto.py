@@ -116,6 +116,9 @@ def gpt2(rows: int) -> Subject:
     return Subject(model, model.transformer.h, loss, rows)
 
 
+MODELS: dict[str, Callable[[int], Subject]] = {"gpt": gpt, "gpt2": gpt2}
+
+
 # ---- settings
 
 
@@ -162,12 +165,12 @@ def hugging_face(model: nn.Module, number: int) -> Iterator[None]:
 
 
 def measured(subject: Subject, setting: Setting) -> Measured:
-    """Bytes by the allocator, and FLOPs."""
+    """Bytes by the allocator; FLOPs of one row in another step, since a counter keeps tensors alive."""
     with setting():
         subject.warm_up()
-        peaks: list[int] = []
-        flops = count_flops(lambda: peaks.append(measure_step(subject.forward).peak_bytes))[1]
-    return Measured(peaks[0], flops)
+        peak_bytes = measure_step(subject.forward).peak_bytes
+        flops = count_flops(lambda: subject.loss(subject.model, 1, LENGTH).backward())[1]
+    return Measured(peak_bytes, flops)
 
 
 def screened(subject: Subject) -> tuple[dict[str, Setting], dict[str, Measured]]:
@@ -265,14 +268,15 @@ def table_of(rows: Mapping[str, Row]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=3, help="alternating rounds")
     parser.add_argument("--rows", type=int, default=2, help="rows of a batch")
     options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     rows: dict[str, Row] = {}
-    for name, build in {"gpt": gpt, "gpt2": gpt2}.items():
-        rows |= {f"{name}/{share}": row for share, row in compared(build(options.rows), options.rounds).items()}
+    for name in options.models:
+        rows |= {f"{name}/{share}": row for share, row in compared(MODELS[name](options.rows), options.rounds).items()}
     ratios = {name: round(row.time_ratio, 4) for name, row in rows.items()}
     figures = {
         "ratios": ratios,
