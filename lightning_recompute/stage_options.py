@@ -21,6 +21,9 @@ from lightning_recompute.plan import Action, Full, Keep, RecomputePlan, SaveOps,
 from lightning_recompute.profiling import Profile
 from lightning_recompute.timeline import CallCost
 
+LEAST_SHARE = 0.8
+"""Of the time that recomputed FLOPs would take at the rate of the block itself: no measurement counts as less."""
+
 GROUP_SIZES = (2, 3, 4, 8)
 """Numbers of blocks that may be recomputed together."""
 
@@ -206,9 +209,9 @@ def action_seconds(
         return {action: prices.seconds(*counts) for action, counts in work.items()}
     profile.time(actions)
     base = profile.seconds(call, Keep())
-    # a measurement may be off, but not by more than half of what the matrix units have to do again
+    # a measurement may be off, but not by much of what the matrix units have to do again
     rate = base / max(profile.flops(call, Keep()), 1)
-    least = {action: 0.5 * rate * flops for action, (flops, _) in work.items()}
+    least = {action: LEAST_SHARE * rate * flops for action, (flops, _) in work.items()}
     return {action: max(profile.seconds(call, action) - base, least[action], 0.0) for action in actions}
 
 
