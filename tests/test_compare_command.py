@@ -313,5 +313,6 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         assert float(row["samples_per_second"]) > 0
     assert int(planned["peak_bytes"]) <= int(budget["peak_bytes"]) < int(none["peak_bytes"])
     assert (none["fits"], planned["fits"]) == ("False", "True")
-    assert float(planned["flops_ratio"]) > float(none["flops_ratio"]) == 1
+    # which of two plans is faster is measured: what is recomputed may cost no FLOPs that count
+    assert float(planned["flops_ratio"]) >= float(none["flops_ratio"]) == 1
     assert {path.name for path in Path("compare").iterdir()} == {"none", "plan", "planned"}
