@@ -24,6 +24,9 @@ from lightning_recompute.timeline import CallCost
 LEAST_SHARE = 0.8
 """Of the time that recomputed FLOPs would take at the rate of the block itself: no measurement counts as less."""
 
+NEVER_LESS = 0.002
+"""Of the block's own time: what any recompute takes at least, so that none is chosen where there is room."""
+
 GROUP_SIZES = (2, 3, 4, 8)
 """Numbers of blocks that may be recomputed together."""
 
@@ -209,10 +212,11 @@ def action_seconds(
         return {action: prices.seconds(*counts) for action, counts in work.items()}
     profile.time(actions)
     base = profile.seconds(call, Keep())
-    # a measurement may be off, but not by much of what the matrix units have to do again
+    # a measurement may be off, but not by much of what the matrix units have to do again; and nothing is free
     rate = base / max(profile.flops(call, Keep()), 1)
-    least = {action: LEAST_SHARE * rate * flops for action, (flops, _) in work.items()}
-    return {action: max(profile.seconds(call, action) - base, least[action], 0.0) for action in actions}
+    least = {action: max(LEAST_SHARE * rate * flops, NEVER_LESS * base) for action, (flops, _) in work.items()}
+    longer = {action: max(profile.seconds(call, action) - base, least[action]) for action in actions}
+    return {action: 0.0 if isinstance(action, Keep) else seconds for action, seconds in longer.items()}
 
 
 # ---- rows
