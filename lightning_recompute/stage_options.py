@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ from lightning_recompute.labels import available_labels
 from lightning_recompute.plan import Action, Full, Keep, RecomputePlan, SaveOps, Segment, Selective
 from lightning_recompute.profiling import Profile
 from lightning_recompute.timeline import CallCost
+
+logger = logging.getLogger(__name__)
 
 LEAST_SHARE = 0.8
 """Of the time that recomputed FLOPs would take at the rate of the block itself: no measurement counts as less."""
@@ -144,6 +147,11 @@ def _of_kind(profile: Profile, index: int, prices: Prices | None) -> list[Candid
             phases = profile.costs.of(block, action).phases
         except (ValueError, RecomputeError):  # an operator that the block does not have
             continue
+        except RuntimeError as error:
+            if getattr(action, "inputs", None) != "host":
+                raise
+            logger.info("inputs in host memory are left out of the plan: %s", error)  # no room to pin, perhaps
+            continue
         given = len(phases.given)
         costs[action] = (
             phases.inner_bytes,
@@ -178,6 +186,8 @@ def _actions(profile: Profile, block: BlockCall) -> Iterator[Action]:
     for ops in _OPERATORS:
         yield SaveOps(ops)
     yield Full()
+    if block.device.type == "cuda":
+        yield Full(inputs="host")
 
 
 def _beats(one: Sequence[int], other: Sequence[int], *, before: bool) -> bool:

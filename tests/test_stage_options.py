@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import planned
 import pytest
+import torch
 from parity import seeded
 from planned import NUM_BLOCKS, PRICES, profile
 from toys import Block, square_loss, stack
 
+from lightning_recompute.block_cost import BlockCost
 from lightning_recompute.blocks import find_blocks
+from lightning_recompute.capture import BlockCall
 from lightning_recompute.cost import extra_seconds, peak_bytes
-from lightning_recompute.plan import Full, Keep, RecomputePlan, SaveOps, Segment, Selective
+from lightning_recompute.plan import Action, Full, Keep, RecomputePlan, SaveOps, Segment, Selective
 from lightning_recompute.profiling import profile_step
 from lightning_recompute.stage_options import LEAST_SHARE, Prices, StageOptions, candidates, stage_options
 
@@ -113,3 +116,29 @@ def test_a_frozen_block_has_one_option() -> None:
     found = stage_options(other, candidates(other, PRICES), 0, 3, static_bytes=0)
     assert found.actions[0] == (Keep(),)
     assert (found.stage.options[0][0].held_bytes, found.stage.options[0][0].extra_seconds) == (0, 0.0)
+
+
+def test_inputs_in_host_memory_are_tried_on_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = profile()
+    on_host = Full(inputs="host")
+    tried: list[Action] = []
+    known: dict[Action, BlockCost] = {}
+    measure = found.costs.of
+
+    def of(call: BlockCall, action: Action) -> BlockCost:
+        tried.append(action)
+        if action == on_host:
+            raise RuntimeError("no room to pin")
+        if call.device.type == "cpu":
+            known[action] = measure(call, action)
+        elif action not in known:
+            raise ValueError("refused before")
+        return known[action]
+
+    monkeypatch.setattr(found.costs, "of", of)
+    assert candidates(found, PRICES)
+    assert on_host not in tried
+    monkeypatch.setattr(found.kind_of(0), "device", torch.device("cuda"))
+    (left,) = candidates(found, PRICES)
+    assert on_host in tried
+    assert on_host not in [candidate.action for candidate in left]  # what cannot be measured is left out
