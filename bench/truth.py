@@ -29,10 +29,9 @@ from torch.utils.data import DataLoader
 
 from lightning_recompute.memory_report import MemoryReport
 from lightning_recompute.plan import RecomputePlan, SaveOps, Segment
-from lightning_recompute.plan_search import everything_kept
 from lightning_recompute.planning import forecast_within, pareto_plans, profile_batch
 from lightning_recompute.policy import RecomputePolicy
-from lightning_recompute.profiling import Profile
+from lightning_recompute.profiling import Profile, everything_kept
 from lightning_recompute.stage_options import Prices
 from lightning_recompute.strategy import RecomputeStrategy
 

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from lightning_recompute.device_memory import budget_bytes
 from lightning_recompute.errors import BudgetError
 from lightning_recompute.forecast import Forecast
-from lightning_recompute.memory import Meter, open_meter
-from lightning_recompute.patch import Patch
+from lightning_recompute.memory import PhaseRecorder, open_meter
 from lightning_recompute.plan import RecomputePlan
-from lightning_recompute.planning import forecast_within, profile_batch
-from lightning_recompute.profiling import Profile
+from lightning_recompute.plan_search import PlanSearch
+from lightning_recompute.planning import bucket_bytes, forecast_from, profile_batch, search_plans
 from lightning_recompute.stage_options import Prices
 from lightning_recompute.throughput import tensors_in
 from lightning_recompute.units import format_bytes
@@ -55,10 +53,11 @@ class Budget:
         self.budget = budget
         self.forecast: Forecast | None = None
         self._planned_size = 0
-        self._check: _Check | None = None
+        self._recorder: PhaseRecorder | None = None
+        self._steps_left = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"forecast": None, "_planned_size": 0, "_check": None}
+        return vars(self) | {"forecast": None, "_planned_size": 0, "_recorder": None}
 
     def begin_again(self) -> None:
         """Forget the plan and what was measured."""
@@ -99,23 +98,26 @@ class Budget:
         device = trainer.strategy.root_device
         limit = budget_bytes(self.budget, device)
         alone = trainer.world_size == 1
-        with quiet(trainer, module):
-            profile = profile_batch(
-                module,
-                batch,
-                step=step_of(trainer, module, batch, batch_idx),
-                blocks=blocks,
-                optimizers=[each for each in trainer.optimizers if isinstance(each, Optimizer)],
-                accumulating=trainer.accumulate_grad_batches > 1 and module.automatic_optimization,
-                other_bytes=0 if alone else _bucket_bytes(module),
-                exact=alone,
-            )
+        profile = profile_batch(
+            module,
+            batch,
+            step=step_of(trainer, module, batch, batch_idx),
+            blocks=blocks,
+            optimizers=optimizers_of(trainer),
+            accumulating=accumulates(trainer, module),
+            other_bytes=bucket_bytes(module, trainer.world_size),
+            exact=alone,
+        )
+
+        @functools.cache
+        def search() -> PlanSearch:
             # times differ from process to process, and with them plans would
-            prices = None if alone else Prices()
-            if below is None:
-                forecast = _agreed(lambda within: forecast_within(profile, within, prices=prices), limit)
-            else:
-                forecast = _below(profile, below, limit)
+            return search_plans(profile, None if alone else Prices())
+
+        if below is None:
+            forecast = _agreed(lambda within: forecast_from(search(), within), limit)
+        else:
+            forecast = _below(search(), below, limit)
         profile.release()  # before the step, whose memory was planned without them
         self.forecast = forecast
         self._planned_size = _size(batch)
@@ -130,17 +132,19 @@ class Budget:
         if not meter.continuous:
             meter.close()
             return
-        self._check = _Check(meter, module, [each for each in trainer.optimizers if isinstance(each, Optimizer)])
+        # it lets the meter count what is there already
+        self._recorder = PhaseRecorder(meter, [module], optimizers_of(trainer))
+        self._steps_left = _STEPS_TO_CHECK
 
     def after_step(self, logger: logging.Logger) -> None:
         """A step is over; after the first few, say by how much their peak exceeds the prediction."""
-        check, forecast = self._check, self.forecast
-        if check is None or forecast is None:
+        recorder, forecast = self._recorder, self.forecast
+        if recorder is None or forecast is None:
             return
-        check.steps_left -= 1
-        if check.steps_left:
+        self._steps_left -= 1
+        if self._steps_left:
             return
-        measured = check.meter.peak_bytes
+        measured = recorder.meter.peak_bytes
         self.stop_watching()
         if measured > forecast.peak_bytes * (1 + TOLERANCE):
             over = measured - forecast.peak_bytes
@@ -157,9 +161,9 @@ class Budget:
 
     def stop_watching(self) -> None:
         """Measure no longer; does nothing when nothing is measured."""
-        check, self._check = self._check, None
-        if check is not None:
-            check.meter.close()
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.meter.close()
 
 
 def _agreed(make: Callable[[int], Forecast], limit: int) -> Forecast:
@@ -189,36 +193,29 @@ def _agreed(make: Callable[[int], Forecast], limit: int) -> Forecast:
         within -= max(peaks) - limit  # another rank's batch needs more than the first one's
 
 
-def _below(profile: Profile, plan: RecomputePlan, limit: int) -> Forecast:
+def _below(search: PlanSearch, plan: RecomputePlan, limit: int) -> Forecast:
     """A plan of a smaller peak than one that needs too much."""
-    current = profile.peak_bytes(plan)
+    current = search.profile.peak_bytes(plan)
     try:
-        return forecast_within(profile, min(limit, int(TIGHTER * current)))
+        return forecast_from(search, min(limit, int(TIGHTER * current)))
     except BudgetError as error:
         if error.smallest_bytes is None or error.smallest_bytes >= current:
             raise
-        return forecast_within(profile, error.smallest_bytes)
-
-
-class _Check:
-    """Measures some steps."""
-
-    def __init__(self, meter: Meter, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        self.meter = meter
-        self.steps_left = _STEPS_TO_CHECK
-        meter.count([*module.parameters(), *module.buffers()])
-        meter.count(parameter.grad for parameter in module.parameters() if parameter.grad is not None)
-        states = tree_leaves([list(optimizer.state.values()) for optimizer in optimizers])
-        meter.count(leaf for leaf in states if isinstance(leaf, Tensor))
+        return forecast_from(search, error.smallest_bytes)
 
 
 def _size(batch: Any) -> int:
     return sum(tensor.numel() for tensor in tensors_in(batch)) + 1
 
 
-def _bucket_bytes(module: nn.Module) -> int:
-    """What torch's DistributedDataParallel averages gradients in."""
-    return sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+def optimizers_of(trainer: pl.Trainer) -> list[Optimizer]:
+    """The Trainer's optimizers that are torch's."""
+    return [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, Optimizer)]
+
+
+def accumulates(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Whether Lightning lets an optimizer step follow several backward passes."""
+    return trainer.accumulate_grad_batches > 1 and module.automatic_optimization
 
 
 def step_of(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> Callable[[], object]:
@@ -242,39 +239,3 @@ def step_of(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_i
             return step(*arguments)
 
     return run
-
-
-class _Idle:
-    """In place of an optimizer or scheduler in a step that is only tried: it takes no step."""
-
-    def __init__(self, original: Any) -> None:
-        self._original = original
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Take none."""
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: the gradients are those of stand-ins."""
-
-
-def _idle(original: Any, /, *args: Any, **kwargs: Any) -> Any:
-    found = original(*args, **kwargs)
-    return [_Idle(each) for each in found] if isinstance(found, list) else None if found is None else _Idle(found)
-
-
-def _plain_backward(original: Any, /, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-    loss.backward(*args, **kwargs)
-
-
-@contextmanager
-def quiet(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
-    """Surrounds a step that is only tried: in manual optimization nobody steps, and no callback hears of backward."""
-    with ExitStack() as stack:
-        if not module.automatic_optimization:
-            for name in ("optimizers", "lr_schedulers"):
-                stack.callback(Patch(module, _idle, attribute=name).remove)
-            stack.callback(Patch(module, _plain_backward, attribute="manual_backward").remove)
-        yield

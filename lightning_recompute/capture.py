@@ -27,7 +27,7 @@ from lightning_recompute.ledger import Ledger, plain_tensors
 from lightning_recompute.module_state import ModuleState, watch_hooks
 from lightning_recompute.object_state import Twin, has_content
 from lightning_recompute.patch import Patch
-from lightning_recompute.recompute_unit import needs_grad
+from lightning_recompute.recompute_unit import is_cache, needs_grad
 from lightning_recompute.untouched import distinct_blocks, undone
 
 Run = Callable[[], object] | tuple[Args, Kwargs]
@@ -293,11 +293,6 @@ class _Recorder:
         self._last_returned = made
         if call is not None:
             self._returned += [(call, index, reference) for index, (reference, _) in enumerate(made)]
-
-
-def is_cache(leaf: Any) -> bool:
-    """Whether an argument is a key-value cache, which a block fills: each run gets its own."""
-    return hasattr(leaf, "get_seq_length") and hasattr(leaf, "update")
 
 
 def plain_storage(tensor: Tensor) -> torch.UntypedStorage:

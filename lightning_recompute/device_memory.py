@@ -90,6 +90,11 @@ def device_bytes(device: torch.device | str) -> int:
     )
 
 
+def device_name(device: torch.device) -> str:
+    """A device in words: `cpu`, `cuda:0 (NVIDIA H100 80GB HBM3)`."""
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+
+
 def _number(text: str) -> int | float | str:
     """The number that a string is, else the string."""
     text = text.strip()

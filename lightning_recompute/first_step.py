@@ -44,7 +44,7 @@ def in_first_step(
 ) -> Found:
     """Do something in place of the first training step of a fit, which then ends.
 
-    Meanwhile nothing is logged, and the Trainer's callbacks are left out.
+    The Trainer's callbacks are left out; that nobody else hears of the step is up to `look` (`only_tried`).
 
     Args:
         trainer: A Trainer with one process (see `ON_ONE_DEVICE`).
@@ -67,13 +67,8 @@ def in_first_step(
     found: list[Found] = []
 
     def instead(original: Any, /, *args: Any, **kwargs: Any) -> Any:
-        quiet = [Patch(model, _ignored, attribute=name) for name in ("log", "log_dict")]
         batch = next(iter((*args, *kwargs.values())), None)
-        try:
-            found.append(look(lambda: original(*args, **kwargs), batch))
-        finally:
-            while quiet:
-                quiet.pop().remove()
+        found.append(look(lambda: original(*args, **kwargs), batch))
         raise _Left
 
     # Lightning sets these by name
@@ -94,7 +89,3 @@ def in_first_step(
         "training ended before its first batch, so there was nothing to look at: check max_epochs, max_steps, "
         "limit_train_batches and the training data"
     )
-
-
-def _ignored(original: Any, /, *args: Any, **kwargs: Any) -> None:
-    """In place of `log`: nothing is trained, so nothing is logged."""

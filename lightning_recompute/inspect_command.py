@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.types import TRAIN_DATALOADERS
 
 from lightning_recompute.first_step import in_first_step
 from lightning_recompute.inspection import Inspection, inspect_blocks
+from lightning_recompute.only_tried import only_tried
 from lightning_recompute.printing import wide_console
 
 SUBCOMMAND: dict[str, set[str]] = {"inspect": {"model", "train_dataloaders", "datamodule"}}
@@ -83,6 +84,7 @@ def inspect_first_batch(
     """
 
     def look(step: Callable[[], Any], batch: Any) -> Inspection:
-        return inspect_blocks(model, step, blocks=blocks, labels=labels, seconds=seconds)
+        with only_tried(model):
+            return inspect_blocks(model, step, blocks=blocks, labels=labels, seconds=seconds)
 
     return in_first_step(trainer, model, look, train_dataloaders, datamodule)

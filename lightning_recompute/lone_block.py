@@ -20,13 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from lightning_recompute.capture import BlockCall, is_cache, recorded_forward, tensors_in
+from lightning_recompute.capture import BlockCall, recorded_forward, tensors_in
 from lightning_recompute.discard import freeing_forward, recognising_forward
 from lightning_recompute.patch import Original
 from lightning_recompute.plan import Action, Keep, RecomputePlan, Segment
 from lightning_recompute.recompute import apply_recompute
 from lightning_recompute.recompute import logger as engine_logger
-from lightning_recompute.recompute_unit import recomputed_forward
+from lightning_recompute.recompute_unit import is_cache, recomputed_forward
 from lightning_recompute.tape import taped_forward
 from lightning_recompute.untouched import preserved_rng
 

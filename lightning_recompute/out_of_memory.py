@@ -21,7 +21,7 @@ from lightning_recompute.device_memory import device_bytes
 from lightning_recompute.errors import BudgetError
 from lightning_recompute.patch import Patch
 from lightning_recompute.plan import RecomputePlan
-from lightning_recompute.plan_search import everything_kept
+from lightning_recompute.profiling import everything_kept
 from lightning_recompute.units import GIB, format_bytes
 
 SHARE = 0.95

@@ -11,11 +11,10 @@ from torch import nn
 
 from lightning_recompute.errors import BudgetError
 from lightning_recompute.forecast import Forecast, StageForecast, stage_forecast
-from lightning_recompute.plan_search import everything_kept
-from lightning_recompute.planning import forecast_within, pareto_plans, policy_forecasts
-from lightning_recompute.profiling import Profile
+from lightning_recompute.planning import forecast_from, pareto_plans, policy_forecasts, search_plans
+from lightning_recompute.profiling import Profile, everything_kept
 from lightning_recompute.settings import rule_of_thumb, settings, usual_settings
-from lightning_recompute.stage_options import Prices, candidates
+from lightning_recompute.stage_options import Prices
 from lightning_recompute.step_memory import BlockBytes, MomentBytes, held_by_blocks, moments
 from lightning_recompute.units import format_bytes, format_count, format_seconds
 
@@ -116,13 +115,14 @@ def overview(
         ValueError: A name is no setting's.
     """
     kept = everything_kept(profile)
-    base = Forecast(kept, None, (stage_forecast(profile, kept),), profile, candidates(profile, prices))
-    curve = pareto_plans(base)
+    search = search_plans(profile, prices)
+    base = Forecast(kept, None, (stage_forecast(profile, kept),), profile, search.candidates)
+    curve = pareto_plans(base, search=search)
     num_blocks = max(len(span) for span in profile.spans)
     beside = policy_forecasts(base, settings(names if names is not None else usual_settings(num_blocks)), prices=prices)
     forecast, refusal = None, None
     try:
-        forecast = forecast_within(profile, budget_bytes, prices=prices)
+        forecast = forecast_from(search, budget_bytes)
     except BudgetError as error:
         refusal = error
     points = [_point(f"curve {number}", "pareto", stage) for number, (stage, _) in enumerate(curve)]

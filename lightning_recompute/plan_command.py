@@ -17,14 +17,15 @@ from lightning.pytorch.utilities.types import TRAIN_DATALOADERS
 from rich.console import Console
 from torch.optim import Optimizer
 
-from lightning_recompute.device_memory import DEFAULT_FRACTION, budget_bytes, device_bytes
+from lightning_recompute.budgeting import accumulates, optimizers_of
+from lightning_recompute.device_memory import DEFAULT_FRACTION, budget_bytes, device_bytes, device_name
 from lightning_recompute.fake_model import on_fake_tensors
 from lightning_recompute.files import write_atomically
 from lightning_recompute.first_step import in_first_step
 from lightning_recompute.gpt import GPT
 from lightning_recompute.overview import Overview, overview
 from lightning_recompute.pictures import plan_picture, save_picture
-from lightning_recompute.planning import prices_of, profile_batch
+from lightning_recompute.planning import bucket_bytes, prices_of, profile_batch
 from lightning_recompute.printing import wide_console
 from lightning_recompute.reporting import csv_text
 from lightning_recompute.settings import settings as named
@@ -89,13 +90,17 @@ class PlanningTrainer(pl.Trainer):
         Raises:
             BudgetError: No plan keeps the budget; what there is beside it is printed and written nevertheless.
         """
-        fake = any(parameter.is_meta for parameter in model.parameters())
-        if memory_budget is None and (fake or device is not None):
+        is_unbuilt = any(parameter.is_meta for parameter in model.parameters())
+        if fake and not is_unbuilt:
+            raise ValueError(
+                "fake=True: this model is built already; make it under torch.device('meta'), or leave it out"
+            )
+        if memory_budget is None and (is_unbuilt or device is not None):
             raise ValueError(
                 "memory_budget: none is given, and 0.9 of this device means nothing for another one; give a size such "
                 "as 22GiB"
             )
-        look = plan_on_fake_tensors if fake else plan_first_batch
+        look = plan_on_fake_tensors if is_unbuilt else plan_first_batch
         view = look(
             self,
             model,
@@ -153,12 +158,12 @@ def plan_first_batch(
             batch,
             step=step,
             blocks=blocks,
-            optimizers=[each for each in trainer.optimizers if isinstance(each, Optimizer)],
-            accumulating=_accumulates(trainer, model),
-            other_bytes=_bucket_bytes(model, num_replicas),
+            optimizers=optimizers_of(trainer),
+            accumulating=accumulates(trainer, model),
+            other_bytes=bucket_bytes(model, num_replicas),
         )
         prices = None if device is None else prices_of(device, model)
-        return overview(model, profile, budget, device or _device_name(here), names=settings, prices=prices)
+        return overview(model, profile, budget, device or device_name(here), names=settings, prices=prices)
 
     return in_first_step(trainer, model, look, train_dataloaders, datamodule)
 
@@ -222,8 +227,8 @@ def plan_on_fake_tensors(
             batch,
             blocks=blocks,
             optimizers=_optimizers(fake.configure_optimizers()),
-            accumulating=_accumulates(trainer, fake),
-            other_bytes=_bucket_bytes(fake, num_replicas),
+            accumulating=accumulates(trainer, fake),
+            other_bytes=bucket_bytes(fake, num_replicas),
             exact=False,
         )
         prices = Prices() if device is None else prices_of(device, fake)
@@ -249,21 +254,6 @@ def _optimizers(configured: Any) -> list[Optimizer]:
     if isinstance(configured, tuple | list):
         return [optimizer for each in configured for optimizer in _optimizers(each)]
     return []  # a scheduler, or none
-
-
-def _accumulates(trainer: pl.Trainer, model: pl.LightningModule) -> bool:
-    return trainer.accumulate_grad_batches > 1 and model.automatic_optimization
-
-
-def _bucket_bytes(model: pl.LightningModule, num_replicas: int) -> int:
-    """The buckets that gradients are averaged in."""
-    if num_replicas == 1:
-        return 0
-    return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-
-
-def _device_name(device: torch.device) -> str:
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
 
 
 # ---- what is written

@@ -8,18 +8,13 @@ from dataclasses import replace
 from lightning_recompute.cost import Choices, extra_seconds, peak_bytes
 from lightning_recompute.errors import BudgetError
 from lightning_recompute.forecast import stage_forecast
-from lightning_recompute.plan import Keep, RecomputePlan, Segment
+from lightning_recompute.plan import RecomputePlan
 from lightning_recompute.planner import smallest_peak, solve
-from lightning_recompute.profiling import Profile
+from lightning_recompute.profiling import Profile, everything_kept
 from lightning_recompute.stage_options import Candidate, StageOptions, stage_options
 from lightning_recompute.units import format_bytes
 
 _ROUNDS = 8
-
-
-def everything_kept(profile: Profile) -> RecomputePlan:
-    """The plan that recomputes nothing."""
-    return RecomputePlan((Segment(0, profile.num_blocks, Keep()),))
 
 
 class PlanSearch:
@@ -32,6 +27,7 @@ class PlanSearch:
 
     def __init__(self, profile: Profile, found: Sequence[Sequence[Candidate]]) -> None:
         self.profile = profile
+        self.candidates = found
         self.options: StageOptions = stage_options(
             profile, found, 0, profile.num_blocks, static_bytes=profile.statics.num_bytes
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,11 +15,11 @@ from lightning_recompute.blocks import find_blocks
 from lightning_recompute.cost import extra_seconds
 from lightning_recompute.device_memory import budget_bytes
 from lightning_recompute.forecast import Forecast, ParallelSizes, StageForecast, stage_forecast
-from lightning_recompute.patch import Patch
+from lightning_recompute.only_tried import only_tried
 from lightning_recompute.plan import RecomputePlan
-from lightning_recompute.plan_search import PlanSearch, everything_kept
+from lightning_recompute.plan_search import PlanSearch
 from lightning_recompute.policy import RecomputePolicy
-from lightning_recompute.profiling import Profile, profile_step
+from lightning_recompute.profiling import Profile, everything_kept, profile_step
 from lightning_recompute.side_effects import is_lightning_module
 from lightning_recompute.stage_options import Prices, action_seconds, candidates
 from lightning_recompute.throughput import device_peak_flops
@@ -79,15 +78,13 @@ def plan_recompute(
         prices = prices or prices_of(device, module)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
     parallel = parallel or ParallelSizes()
-    gradient_bytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
     profile = profile_batch(
         module,
         first_microbatch(batch, num_microbatches),
         blocks=blocks,
         optimizers=optimizers,
         accumulating=accumulate * num_microbatches > 1,
-        # the buckets that gradients are averaged in
-        other_bytes=gradient_bytes if parallel.data > 1 else 0,
+        other_bytes=bucket_bytes(module, parallel.data),
     )
     return forecast_within(profile, within, prices=prices)
 
@@ -156,10 +153,7 @@ def profile_batch(
         exact: Whether blocks run on real tensors at once; see `measure_bytes`.
     """
     run = step or _step(module, batch)
-    with ExitStack() as stack:
-        if is_lightning_module(module):  # nothing is trained, so nothing is logged
-            for name in ("log", "log_dict"):
-                stack.callback(Patch(module, _ignored, attribute=name).remove)
+    with only_tried(module):
         return profile_step(
             module,
             run,
@@ -170,6 +164,16 @@ def profile_batch(
             other_bytes=other_bytes,
             exact=exact,
         )
+
+
+def bucket_bytes(module: nn.Module, num_replicas: int) -> int:
+    """What data-parallel processes average gradients in.
+
+    Args:
+        module: The module.
+        num_replicas: Number of processes; one alone averages nothing.
+    """
+    return sum(p.nbytes for p in module.parameters() if p.requires_grad) if num_replicas > 1 else 0
 
 
 def _step(module: nn.Module, batch: Any) -> Callable[[], object]:
@@ -183,10 +187,6 @@ def _step(module: nn.Module, batch: Any) -> Callable[[], object]:
     return lambda: module(batch)
 
 
-def _ignored(original: Any, /, *args: Any, **kwargs: Any) -> None:
-    """In place of `log`."""
-
-
 def forecast_within(profile: Profile, budget_bytes: int, *, prices: Prices | None = None) -> Forecast:
     """Find the plan that costs least time and keeps a budget, from what was measured.
 
@@ -198,36 +198,58 @@ def forecast_within(profile: Profile, budget_bytes: int, *, prices: Prices | Non
     Raises:
         BudgetError: No plan keeps the budget.
     """
-    found = candidates(profile, prices)
-    search = PlanSearch(profile, found)
+    return forecast_from(search_plans(profile, prices), budget_bytes)
+
+
+def search_plans(profile: Profile, prices: Prices | None = None) -> PlanSearch:
+    """What plans are looked for with, for one budget after the other.
+
+    Args:
+        profile: What was measured.
+        prices: Count time by these. None: blocks are timed on their device.
+    """
+    return PlanSearch(profile, candidates(profile, prices))
+
+
+def forecast_from(search: PlanSearch, budget_bytes: int) -> Forecast:
+    """Find the plan that costs least time and keeps a budget.
+
+    Args:
+        search: See `search_plans`.
+        budget_bytes: The budget.
+
+    Raises:
+        BudgetError: No plan keeps the budget.
+    """
     choices = search.fastest(budget_bytes)
     plan = search.plan(choices)
-    seconds = extra_seconds(search.options.stage, choices)
-    return Forecast(plan, budget_bytes, (stage_forecast(profile, plan, seconds),), profile, found)
+    stage = stage_forecast(search.profile, plan, extra_seconds(search.options.stage, choices))
+    return Forecast(plan, budget_bytes, (stage,), search.profile, search.candidates)
 
 
-def pareto_plans(forecast: Forecast, num_points: int = 12) -> list[tuple[StageForecast, RecomputePlan]]:
+def pareto_plans(
+    forecast: Forecast, num_points: int = 12, *, search: PlanSearch | None = None
+) -> list[tuple[StageForecast, RecomputePlan]]:
     """The plans between the smallest peak and the fastest step, for a curve.
 
     Args:
         forecast: Of one of them; nothing is measured anew.
         num_points: Budgets tried, evenly spaced.
+        search: What the forecast's plan was looked for with, if it is still there.
 
     Returns:
         What each needs, and the plan; peaks go up, seconds down.
     """
-    search = PlanSearch(forecast.profile, forecast.candidates)
-    least = search.leanest()
-    least_bytes = search.exact(least)
+    search = search or PlanSearch(forecast.profile, forecast.candidates)
+    least_bytes = search.exact(search.leanest())
     most_bytes = forecast.profile.peak_bytes(everything_kept(forecast.profile))
     points: list[tuple[StageForecast, RecomputePlan]] = []
     for point in range(num_points):
         budget = least_bytes + max(most_bytes - least_bytes, 0) * point // max(num_points - 1, 1)
-        choices = search.fastest(budget)
-        plan = search.plan(choices)
-        stage = stage_forecast(forecast.profile, plan, extra_seconds(search.options.stage, choices))
+        found = forecast_from(search, budget)
+        (stage,) = found.stages
         if not points or stage.extra_seconds < points[-1][0].extra_seconds:
-            points.append((stage, plan))
+            points.append((stage, found.plan))
     return points
 
 

@@ -23,7 +23,7 @@ from lightning_recompute.capture import BlockCall, Capture, capture_calls
 from lightning_recompute.inspection import Costs
 from lightning_recompute.ledger import allocated_bytes, storages
 from lightning_recompute.optimizer_cost import OptimizerCost, measure_optimizers
-from lightning_recompute.plan import Action, Full, Keep, RecomputePlan, SaveOps
+from lightning_recompute.plan import Action, Full, Keep, RecomputePlan, SaveOps, Segment
 from lightning_recompute.skeleton import run_skeleton
 from lightning_recompute.timeline import CallCost, Level, Skeleton, levels
 
@@ -139,10 +139,8 @@ class Profile:
         Args:
             plan: For all of the model's blocks.
         """
-        former = self.accumulating is None
-        yield from levels(self.skeleton, self.call_costs(plan), self.units(plan), former_gradients=True)
-        if not former:
-            assert self.accumulating is not None
+        yield from levels(self.skeleton, self.call_costs(plan), self.units(plan))
+        if self.accumulating is not None:
             costs = self.call_costs(plan, accumulating=True)
             yield from levels(self.accumulating, costs, self.units(plan), accumulating=True)
 
@@ -174,7 +172,7 @@ class Profile:
         actions = self.actions(plan)
         costs = [self.call_cost(call, actions, accumulating=accumulating) for call in range(len(actions))]
         for unit in self.units(plan):
-            for call, cost in zip(unit, self._unit_costs(unit, actions, accumulating), strict=True):
+            for call, cost in zip(unit, self.unit_costs(unit, actions, accumulating=accumulating), strict=True):
                 costs[call] = cost
         return costs
 
@@ -214,7 +212,9 @@ class Profile:
         phases = self.costs.of(self.kind_of(call), action).phases
         return (phases.chained.given, phases.chained.inner_bytes) != (phases.given, phases.inner_bytes)
 
-    def _unit_costs(self, unit: Sequence[int], actions: Sequence[Action], accumulating: bool) -> list[CallCost]:
+    def unit_costs(
+        self, unit: Sequence[int], actions: Sequence[Action], *, accumulating: bool = False
+    ) -> list[CallCost]:
         """What the calls of a unit of several blocks add: they keep the unit's inputs, and replay all at once."""
         keeping: list[Action] = [Keep()] * len(actions)
         kept = [self.call_cost(call, keeping, accumulating=accumulating) for call in unit]
@@ -282,6 +282,11 @@ class Profile:
     def seconds(self, call: int, action: Action) -> float:
         """Seconds of forward and backward of a call under an action; `time` has measured them."""
         return self._seconds[self.capture.order[call], action]
+
+
+def everything_kept(profile: Profile) -> RecomputePlan:
+    """The plan that recomputes nothing."""
+    return RecomputePlan((Segment(0, profile.num_blocks, Keep()),))
 
 
 def profile_step(

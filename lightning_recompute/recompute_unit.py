@@ -137,8 +137,13 @@ def checked_arguments(module: nn.Module, name: str, args: Args, kwargs: Kwargs) 
     )
 
 
+def is_cache(value: Any) -> bool:
+    """Whether an argument is a key-value cache of Hugging Face's kind, which a block fills: each run gets its own."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
 def _checked_cache(value: Any, module: nn.Module, name: str) -> Any:
-    if isinstance(value, Tensor) or not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
+    if not is_cache(value):
         return value
     layer = next((part.layer_idx for part in module.modules() if isinstance(getattr(part, "layer_idx", None), int)), 0)
     if length := int(value.get_seq_length(layer)):

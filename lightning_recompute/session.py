@@ -22,10 +22,11 @@ from torch import nn
 
 from lightning_recompute.blocks import BlockList, find_blocks
 from lightning_recompute.budgeting import Budget
+from lightning_recompute.device_memory import device_name
 from lightning_recompute.errors import BudgetError
 from lightning_recompute.forecast import Forecast
 from lightning_recompute.label_warnings import FirstBatchCheck
-from lightning_recompute.plan import Action, Full, Keep, RecomputePlan, SaveOps, Segment, Selective
+from lightning_recompute.plan import Action, Full, Keep, RecomputePlan, SaveOps, Selective
 from lightning_recompute.policy import RecomputePolicy
 from lightning_recompute.recompute import RecomputeHandle, apply_recompute
 from lightning_recompute.units import format_bytes, format_seconds
@@ -150,7 +151,8 @@ class RecomputeSession:
         Returns:
             Whether there is one.
         """
-        plan = self.active_plan or kept(find_blocks(module, self.blocks))
+        lengths = [len(found) for found in find_blocks(module, self.blocks)]
+        plan = self.active_plan or RecomputePolicy(granularity=None).plan(lengths)
         budget = self.budget or Budget(1.0)
         self._take_off()
         device = trainer.strategy.root_device
@@ -162,7 +164,7 @@ class RecomputeSession:
             tighter = plan
         except Exception as error:  # there may be no room for measuring, either
             logger.warning("memory ran out, and a plan could not be measured: %s", error)
-            tighter = RecomputePolicy().plan([len(found) for found in find_blocks(module, self.blocks)])
+            tighter = RecomputePolicy().plan(lengths)
         if tighter != plan:
             logger.warning("memory ran out: the step is tried again under a tighter plan")
         self._apply(tighter, module, trainer, device, logger)
@@ -213,7 +215,7 @@ class RecomputeSession:
             "lightning": version("lightning"),
             "torch": str(torch.__version__),
             "python": ".".join(map(str, sys.version_info[:3])),
-            "device": _device_name(device),
+            "device": device_name(device),
             "processes": trainer.world_size,
             "precision": trainer.precision,
             "seed": torch.initial_seed(),
@@ -233,11 +235,6 @@ class RecomputeSession:
         if self.source is not None and target.exists() and target.samefile(self.source):
             return
         handle.plan.save(target, record)
-
-
-def kept(block_lists: Sequence[BlockList]) -> RecomputePlan:
-    """The plan that recomputes nothing."""
-    return RecomputePlan((Segment(0, sum(map(len, block_lists)), Keep()),))
 
 
 def summary(forecast: Forecast) -> str:
@@ -325,7 +322,3 @@ def _words(policy: RecomputePolicy) -> dict[str, object]:
 
 def _given(words: dict[str, object]) -> str:
     return ", ".join(f"{word}={value!r}" for word, value in words.items())
-
-
-def _device_name(device: torch.device) -> str:
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)

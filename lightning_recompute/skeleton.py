@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from lightning_recompute.blocks import BlockList
 from lightning_recompute.calls import Args, FreshCopy, Kwargs
-from lightning_recompute.capture import is_cache, plain_storage, slotted, tensors_in
+from lightning_recompute.capture import plain_storage, slotted, tensors_in
 from lightning_recompute.ledger import Ledger, allocated_bytes
 from lightning_recompute.lone_block import with_stand_ins
 from lightning_recompute.patch import Patch
-from lightning_recompute.recompute_unit import needs_grad
+from lightning_recompute.recompute_unit import is_cache, needs_grad
 from lightning_recompute.timeline import Moment, MomentKind, Passage, Skeleton
 from lightning_recompute.untouched import distinct_blocks, undone
 

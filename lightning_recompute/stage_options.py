@@ -18,8 +18,8 @@ from lightning_recompute.cost import Choices, Option, StageCosts
 from lightning_recompute.errors import RecomputeError
 from lightning_recompute.inspection import is_useless
 from lightning_recompute.labels import available_labels
-from lightning_recompute.plan import Action, Full, Keep, RecomputePlan, SaveOps, Segment, Selective
-from lightning_recompute.profiling import Profile
+from lightning_recompute.plan import Action, Full, Keep, SaveOps, Segment, Selective
+from lightning_recompute.profiling import Profile, everything_kept
 from lightning_recompute.timeline import CallCost
 
 logger = logging.getLogger(__name__)
@@ -275,14 +275,13 @@ class _Rows:
     """What is there besides the blocks while each of them runs."""
 
     def __init__(self, profile: Profile, start: int, stop: int) -> None:
-        keep = profile.levels(RecomputePlan((Segment(0, profile.num_blocks, Keep()),)))
         self.forward: dict[int, int] = dict.fromkeys(range(start, stop), 0)
         self.backward: dict[int, int] = dict.fromkeys(range(start, stop), 0)
         self.head_bytes = self.floor_bytes = 0
         seen: set[int] = set()
         done: set[int] = set()
         last = 0
-        for level in keep:
+        for level in profile.levels(everything_kept(profile)):
             besides = level.outside_bytes + level.gradient_bytes
             call = level.moment.call
             if call >= 0:
@@ -320,10 +319,11 @@ def _options(
         if block + size > stop or not _follow(profile, blocks):
             return
         unit = [profile.calls_of(each)[0] for each in blocks]
-        plan = _only(profile, block, block + size)
-        every = profile.call_costs(plan)
+        # all others are kept
+        actions: list[Action] = [Full() if call in unit else Keep() for call in range(len(profile.capture.order))]
+        costs = profile.unit_costs(unit, actions)
         seconds = sum(_actions_of(found[profile.capture.order[call]])[Full()] for call in unit)
-        yield _option(profile, rows, blocks, unit, [every[call] for call in unit], seconds, size), Full()
+        yield _option(profile, rows, blocks, unit, costs, seconds, size), Full()
 
 
 def _actions_of(found: Sequence[Candidate]) -> dict[Action, float]:
@@ -333,13 +333,6 @@ def _actions_of(found: Sequence[Candidate]) -> dict[Action, float]:
 def _costs(profile: Profile, calls: Sequence[int], action: Action) -> list[CallCost]:
     actions: list[Action] = [action] * len(profile.capture.order)
     return [profile.call_cost(call, actions) for call in calls]
-
-
-def _only(profile: Profile, start: int, stop: int) -> RecomputePlan:
-    """A plan that recomputes some blocks together and keeps all others."""
-    before = [Segment(0, start, Keep())] if start else []
-    after = [Segment(stop, profile.num_blocks, Keep())] if stop < profile.num_blocks else []
-    return RecomputePlan((*before, Segment(start, stop, Full()), *after))
 
 
 def _follow(profile: Profile, blocks: Sequence[int]) -> bool:

@@ -12,9 +12,8 @@ from torch.optim import SGD
 
 from lightning_recompute.forecast import Forecast
 from lightning_recompute.gpt import GPT
-from lightning_recompute.plan_search import everything_kept
 from lightning_recompute.planning import forecast_within, profile_batch
-from lightning_recompute.profiling import Profile
+from lightning_recompute.profiling import Profile, everything_kept
 from lightning_recompute.stage_options import Prices
 
 PRICES = Prices()

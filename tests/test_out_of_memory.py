@@ -96,9 +96,9 @@ def test_says_what_would_fit(room: int | None, words: tuple[str, ...], monkeypat
 
 def least_and_most(make: Any) -> tuple[int, int]:
     """Peaks with all recomputed and with all kept, as they are predicted."""
-    from lightning_recompute.plan_search import everything_kept
     from lightning_recompute.planning import profile_batch
     from lightning_recompute.policy import RecomputePolicy
+    from lightning_recompute.profiling import everything_kept
 
     module = make()
     module.log = lambda *args, **options: None

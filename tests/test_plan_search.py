@@ -14,8 +14,9 @@ from torch.optim import SGD
 
 from lightning_recompute.errors import BudgetError
 from lightning_recompute.plan import Keep, RecomputePlan
-from lightning_recompute.plan_search import PlanSearch, everything_kept
+from lightning_recompute.plan_search import PlanSearch
 from lightning_recompute.planning import forecast_within, profile_batch
+from lightning_recompute.profiling import everything_kept
 
 SHARES = (0.0, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0)
 
