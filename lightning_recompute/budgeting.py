@@ -20,6 +20,7 @@ from lightning_recompute.memory import PhaseRecorder, open_meter
 from lightning_recompute.plan import RecomputePlan
 from lightning_recompute.plan_search import PlanSearch
 from lightning_recompute.planning import bucket_bytes, forecast_from, profile_batch, search_plans
+from lightning_recompute.profiling import Profile
 from lightning_recompute.stage_options import Prices
 from lightning_recompute.throughput import tensors_in
 from lightning_recompute.units import format_bytes
@@ -98,16 +99,7 @@ class Budget:
         device = trainer.strategy.root_device
         limit = budget_bytes(self.budget, device)
         alone = trainer.world_size == 1
-        profile = profile_batch(
-            module,
-            batch,
-            step=step_of(trainer, module, batch, batch_idx),
-            blocks=blocks,
-            optimizers=optimizers_of(trainer),
-            accumulating=accumulates(trainer, module),
-            other_bytes=bucket_bytes(module, trainer.world_size),
-            exact=alone,
-        )
+        profile = profile_training_step(trainer, module, batch, batch_idx, blocks)
 
         @functools.cache
         def search() -> PlanSearch:
@@ -206,6 +198,34 @@ def _below(search: PlanSearch, plan: RecomputePlan, limit: int) -> Forecast:
 
 def _size(batch: Any) -> int:
     return sum(tensor.numel() for tensor in tensors_in(batch)) + 1
+
+
+def profile_training_step(
+    trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int, blocks: str | Sequence[str] | None
+) -> Profile:
+    """Measure a step of a fit on a batch.
+
+    Args:
+        trainer: Whose fit it is.
+        module: The module, on its device.
+        batch: The batch.
+        batch_idx: Its number.
+        blocks: Where the blocks are.
+
+    Raises:
+        ValueError: The step cannot be measured.
+    """
+    return profile_batch(
+        module,
+        batch,
+        step=step_of(trainer, module, batch, batch_idx),
+        blocks=blocks,
+        optimizers=optimizers_of(trainer),
+        accumulating=accumulates(trainer, module),
+        other_bytes=bucket_bytes(module, trainer.world_size),
+        # several processes would wait for one another in collectives of their blocks
+        exact=trainer.world_size == 1,
+    )
 
 
 def optimizers_of(trainer: pl.Trainer) -> list[Optimizer]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import pydoc
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
 
+from lightning_recompute.policy import RecomputePolicy
 from lightning_recompute.recompute_callback import Recompute
 from lightning_recompute.strategy import RecomputeStrategy
 
@@ -103,16 +105,7 @@ WITHOUT_EXTRAS: Config = {
 }
 """Arguments of a Trainer that leave training alone: no validation, no files but those of the reports, no bars."""
 
-_CHOICES = (
-    "granularity",
-    "method",
-    "num_layers",
-    "modules",
-    "distribute_saved_activations",
-    "offload_saved_activations",
-    "memory_budget",
-    "plan",
-)
+_CHOICES = (*(field.name for field in fields(RecomputePolicy)), "memory_budget", "plan")
 
 
 def config_of_setting(config: Config, choice: Config, *, steps: int, warmup_steps: int, folder: str) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from lightning_recompute.files import write_atomically
 from lightning_recompute.overview import PLANNED
 from lightning_recompute.pictures import compare_picture, save_picture
 from lightning_recompute.plan_command import CURVE_FILE, PLAN_FILE
-from lightning_recompute.policy import RecomputePolicy
 from lightning_recompute.printing import wide_console
 from lightning_recompute.reporting import csv_text
 from lightning_recompute.runs import run_command
@@ -153,10 +152,8 @@ def _choice(name: str, prediction: _Prediction) -> dict[str, Any] | None:
     """A setting as arguments of `Recompute`; None where there is no plan."""
     if name == PLANNED:
         return None if prediction.plan is None else {"plan": str(prediction.plan.resolve())}
-    policy, default = setting(name), RecomputePolicy()
-    words = {field.name: getattr(policy, field.name) for field in fields(policy)}
-    given = {word: value for word, value in words.items() if value != getattr(default, word)}
-    return {word: list(value) if isinstance(value, tuple) else value for word, value in given.items()}
+    words = setting(name).words()
+    return {word: list(value) if isinstance(value, tuple) else value for word, value in words.items()}
 
 
 def _try(

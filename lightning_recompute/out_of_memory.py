@@ -16,11 +16,13 @@ from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor, nn
 
 from lightning_recompute.ambient import host_rng, rng_devices, rng_states, set_host_rng, set_rng_states
-from lightning_recompute.budgeting import Budget
+from lightning_recompute.budgeting import profile_training_step
 from lightning_recompute.device_memory import device_bytes
 from lightning_recompute.errors import BudgetError
+from lightning_recompute.forecast import stage_forecast
 from lightning_recompute.patch import Patch
 from lightning_recompute.plan import RecomputePlan
+from lightning_recompute.planning import forecast_within
 from lightning_recompute.profiling import everything_kept
 from lightning_recompute.units import GIB, format_bytes
 
@@ -76,13 +78,8 @@ def advice(
     """
     device = trainer.strategy.root_device
     limit = int(SHARE * device_bytes(device))
-    budget = Budget(limit)
-    try:
-        forecast = budget.plan(trainer, module, *step, blocks)
-    except BudgetError as error:
-        return str(error)
-    current = forecast.under(plan or everything_kept(forecast.profile), limit)
-    (now,), (then,) = current.stages, forecast.stages
+    profile = profile_training_step(trainer, module, *step, blocks)
+    now = stage_forecast(profile, plan or everything_kept(profile))
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in now.breakdown.items() if size)
     needs = f"a step needs {format_bytes(now.peak_bytes)} at: {now.moment} ({parts})"
     if now.peak_bytes <= limit:
@@ -90,9 +87,13 @@ def advice(
             f"By measurement {needs}, which is less than the {format_bytes(limit)} of {device} that a plan may take: "
             "something else in the process, or another process, holds the rest"
         )
+    try:
+        forecast = forecast_within(profile, limit)
+    except BudgetError as error:
+        return str(error)
     return (
         f"By measurement {needs}; {device} has room for {format_bytes(limit)}. The fastest plan that fits needs "
-        f"{format_bytes(then.peak_bytes)}: set memory_budget='{limit / GIB:.2f}GiB' in place of the other words"
+        f"{format_bytes(forecast.peak_bytes)}: set memory_budget='{limit / GIB:.2f}GiB' in place of the other words"
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from lightning_recompute.plan import Full, Keep, Placement, RecomputePlan, Segment, Selective
 
@@ -90,6 +90,11 @@ class RecomputePolicy:
         if self.distribute_saved_activations:
             return "shard"
         return "host" if self.offload_saved_activations else "device"
+
+    def words(self) -> dict[str, Any]:
+        """The words that differ from their defaults."""
+        default = RecomputePolicy()
+        return {word: value for word, value in vars(self).items() if value != getattr(default, word)}
 
     def plan(self, chunks: Sequence[int]) -> RecomputePlan:
         """The plan for a model.

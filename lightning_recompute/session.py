@@ -289,7 +289,7 @@ def _in_words(action: Action) -> str:
 
 
 def _explicit(plan: str | Path | RecomputePlan, policy: RecomputePolicy) -> RecomputePlan:
-    if words := _words(policy):
+    if words := policy.words():
         raise ValueError(
             f"plan and {_given(words)}: a plan says it all. Leave out {' and '.join(words)}, or leave out plan"
         )
@@ -306,18 +306,12 @@ def _sole_budget(
     budget = Budget(memory_budget)
     if plan is not None:
         raise ValueError(f"memory_budget={memory_budget!r} and plan={plan!r}: a budget makes the plan. Leave one out")
-    if words := _words(policy):
+    if words := policy.words():
         raise ValueError(
             f"memory_budget={memory_budget!r} and {_given(words)}: a budget chooses what is recomputed. Leave out one "
             "or the other"
         )
     return budget
-
-
-def _words(policy: RecomputePolicy) -> dict[str, object]:
-    """The words that differ from their defaults."""
-    default = RecomputePolicy()
-    return {word: value for word, value in vars(policy).items() if value != getattr(default, word)}
 
 
 def _given(words: dict[str, object]) -> str:
