@@ -1,4 +1,4 @@
-"""Two processes on this machine, each with a hard time limit.
+"""Two processes (or more) on this machine, each with a hard time limit.
 
 Importing Lightning takes longer than most of what is tested, so `in_ranks` forks its processes from one server
 that has done it; `start` runs a script as a user would, through its launcher.
@@ -39,21 +39,24 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
-def in_ranks(function: Callable[[Path], Any], folder: Path, limit: float = LIMIT_SECONDS) -> list[Any]:
-    """Call `function(folder)` in two processes that a Trainer with two devices takes for its own.
+def in_ranks(
+    function: Callable[[Path], Any], folder: Path, limit: float = LIMIT_SECONDS, num_processes: int = NUM_PROCESSES
+) -> list[Any]:
+    """Call `function(folder)` in processes that a Trainer with as many devices takes for its own.
 
     Args:
         function: Top-level function of a module in this folder. It runs in `folder`.
         folder: Where each rank leaves its result and its output.
         limit: Seconds until the processes are killed and the test fails.
+        num_processes: How many.
 
     Returns:
         What each rank returned: tensors, numbers, strings, and lists and dicts of them.
     """
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(NUM_PROCESSES)}
-    ranks = [world | {"LOCAL_RANK": str(rank), "NODE_RANK": "0"} for rank in range(NUM_PROCESSES)]
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_processes)}
+    ranks = [world | {"LOCAL_RANK": str(rank), "NODE_RANK": "0"} for rank in range(num_processes)]
     _in_processes(function, folder, ranks, limit)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(NUM_PROCESSES)]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(num_processes)]
 
 
 def in_one(function: Callable[[Path], Any], folder: Path, limit: float = LIMIT_SECONDS) -> Any:
