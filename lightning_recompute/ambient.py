@@ -12,7 +12,7 @@ import functools
 import operator
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
 )
 
 RngStates = tuple[Tensor, ...]
-"""States of torch's default generators: the CPU's, then one for each further device."""
+"""States of torch's default generators: the CPU's, then one for each further device; then those of attached streams."""
 HostRng = tuple[Any, dict[str, Any]]
 """States of Python's and NumPy's global random numbers."""
 
@@ -67,19 +67,63 @@ def rng_devices(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
     return tuple(dict.fromkeys(tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")))
 
 
-def rng_states(devices: tuple[torch.device, ...]) -> RngStates:
-    """States of the default generators: the CPU's, then one for each of `devices`."""
+class FurtherStream(Protocol):
+    """Random numbers beside the default generators, which a replay restores as well."""
+
+    def read(self) -> RngStates:
+        """Its state."""
+        ...
+
+    def write(self, states: RngStates) -> None:
+        """Restore what `read` gave."""
+        ...
+
+
+_further: list[FurtherStream] = []
+
+
+def attach(stream: FurtherStream) -> None:
+    """Let replays restore a stream."""
+    _further.append(stream)
+
+
+def detach(stream: FurtherStream) -> None:
+    """End what `attach` began."""
+    _further.remove(stream)
+
+
+def own_rng_states(devices: tuple[torch.device, ...]) -> RngStates:
+    """States of the default generators alone: the CPU's, then one for each of `devices`."""
     return (
         torch.get_rng_state(),
         *(torch.get_device_module(device.type).get_rng_state(device) for device in devices),
     )
 
 
-def set_rng_states(devices: tuple[torch.device, ...], states: RngStates) -> None:
-    """Set the generators that `rng_states` read."""
+def set_own_rng_states(devices: tuple[torch.device, ...], states: RngStates) -> None:
+    """Set the generators that `own_rng_states` read."""
     torch.set_rng_state(states[0])
     for device, state in zip(devices, states[1:], strict=True):
         torch.get_device_module(device.type).set_rng_state(state, device)
+
+
+def rng_states(devices: tuple[torch.device, ...]) -> RngStates:
+    """States of the default generators, the CPU's first, then one for each of `devices`; then of attached streams."""
+    states = own_rng_states(devices)
+    for stream in _further:
+        states += stream.read()
+    return states
+
+
+def set_rng_states(devices: tuple[torch.device, ...], states: RngStates) -> None:
+    """Set what `rng_states` read."""
+    own = 1 + len(devices)
+    set_own_rng_states(devices, states[:own])
+    for stream in _further:
+        size = len(stream.read())
+        if len(states) >= own + size:  # else read before the stream was attached
+            stream.write(states[own : own + size])
+        own += size
 
 
 def same_rng(one: RngStates, other: RngStates) -> bool:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -28,7 +27,9 @@ from lightning_recompute.transformer import (
     check_word,
     make_norm,
     rotary_tables,
+    tensor_parallel_plan,
 )
+from lightning_recompute.vocabulary import cross_entropy, whole
 
 Positions = Literal["learned", "rotary"]
 SizeName = Literal["gpt2", "gpt3-175b", "22b", "530b", "1t"]
@@ -200,6 +201,10 @@ class GPT(LightningModule):
             TypeError: not an integer tensor.
             ValueError: not two-dimensional, empty, or longer than max_length.
         """
+        return whole(self.divided_logits(tokens))
+
+    def divided_logits(self, tokens: Tensor) -> Tensor:
+        """As forward; where tensor-parallel ranks share the head, a DTensor (b, s, V) with their parts of V."""
         check_tokens(tokens, "(b, s)")
         s = tokens.shape[1]
         if not 1 <= s <= self.max_length:
@@ -218,6 +223,13 @@ class GPT(LightningModule):
             x = block(x, rotary)
         logits: Tensor = self.head(self.final_norm(x))
         return logits
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """How the network is divided over tensor-parallel ranks; see `lightning_recompute.tensor_plan.STYLES`."""
+        of_blocks = {f"blocks.*.{name}": style for name, style in tensor_parallel_plan(self.config).items()}
+        positions = {} if self.position_embedding is None else {"position_embedding": "replicate_split_output"}
+        ends = {"token_embedding": "embedding_rowwise_split", "dropout": "dropout", "head": "colwise_vocabulary"}
+        return ends | positions | of_blocks | {"final_norm": "sequence_parallel"}
 
     @torch.no_grad()
     def generate(
@@ -260,7 +272,7 @@ class GPT(LightningModule):
         """Mean cross-entropy in nats a token; logs `train_loss`."""
         inputs, targets = split_batch(batch)
         # No name for the logits: only what the loss itself keeps may outlive this line.
-        loss = token_loss(self(inputs), targets)
+        loss = cross_entropy(self.divided_logits(inputs), targets)
         self.log("train_loss", loss, prog_bar=True, batch_size=len(batch))
         return loss
 
@@ -286,7 +298,7 @@ class GPT(LightningModule):
         inputs, targets = split_batch(batch)
         logits = full_precision(self(inputs))
         perplexity.update(logits, targets)
-        self.log(f"{split}_loss", token_loss(logits, targets), sync_dist=True, batch_size=len(batch))
+        self.log(f"{split}_loss", cross_entropy(logits, targets), sync_dist=True, batch_size=len(batch))
         self.log(f"{split}_perplexity", perplexity, prog_bar=True, batch_size=len(batch))
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -377,11 +389,6 @@ def split_batch(batch: Tensor) -> tuple[Tensor, Tensor]:
 def full_precision(logits: Tensor) -> Tensor:
     """Logits in float32 where they came in 16 bit: softmax over a vocabulary needs it."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy, in nats a token, of logits (b, s, V) against ids (b, s)."""
-    return F.cross_entropy(full_precision(logits).flatten(0, 1), targets.flatten())
 
 
 def warmup_cosine(step: int, warmup: int, total: int, floor: float) -> float:

@@ -88,6 +88,13 @@ class TransformerBlock(nn.Module):
         return y
 
 
+def tensor_parallel_plan(config: BlockConfig) -> dict[str, str]:
+    """How tensor-parallel ranks share a block (Shoeybi et al. 2019, arXiv 1909.08053, section 3), by its own names."""
+    inputs = {f"attn.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")} | {"mlp.up_proj": "colwise"}
+    gate = {"mlp.gate_proj": "colwise"} if config.activation == "swiglu" else {}
+    return inputs | gate | {"attn.o_proj": "rowwise", "mlp.down_proj": "rowwise"}
+
+
 class Attention(nn.Module):
     """Causal self-attention with separate q, k and v projections; fewer key-value than query heads make it grouped.
 
