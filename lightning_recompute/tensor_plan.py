@@ -6,6 +6,7 @@ A plan maps patterns of module names to styles. It comes from, in this order: th
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_recompute.policy import nearest
+
+logger = logging.getLogger(__name__)
 
 STYLES: dict[str, str] = {
     "colwise": "a linear whose outputs are divided: each rank makes its own",
@@ -31,6 +34,8 @@ STYLES: dict[str, str] = {
 }
 """Every style with what it means."""
 ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+# styles of Hugging Face's for experts, which here every rank has whole
+_EXPERTS = ("moe_tp_experts", "packed_colwise", "packed_rowwise", "grouped_gemm")
 
 Plan = Mapping[str, Any]
 """Pattern of a module's name -> a name of `STYLES`, or a ParallelStyle of torch."""
@@ -103,13 +108,16 @@ def _resolve(module: nn.Module, plan: Any, source: str, prefix: str = "", strict
     found: dict[str, Any] = {}
     for pattern, style in plan.items():
         style = ALIASES.get(style, style) if isinstance(style, str) else style
+        if style in _EXPERTS and not strict:
+            logger.warning("%s: %s stay whole on every tensor-parallel rank (style %s)", source, pattern, style)
+            continue
         if style not in STYLES and not isinstance(style, ParallelStyle):
             raise ValueError(
                 f"{source}: {pattern!r} has the unknown style {style!r}; {nearest(str(style), list(STYLES))}. Styles: "
                 f"{', '.join(STYLES)}"
             )
         matching = [name for name in names if _matches(pattern, name)]
-        if not matching:
+        if not matching:  # a carried plan may name what this size of the model has not
             if strict:
                 raise ValueError(f"{source}: no module answers to {pattern!r}; {nearest(pattern, names)}")
             continue

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
@@ -268,16 +267,18 @@ def embedding_forward(original: Forward, region: TensorRegion, begins: bool, /, 
     """
     module: Any = original.__self__  # type: ignore[attr-defined]  # a bound method
     ids: Tensor = args[0] if args else next(iter(kwargs.values()))
+    padding = module.padding_idx
     names = shadow(module, False)
     try:
-        rows: Tensor = module.weight
-        first = region.group.rank() * len(rows)
-        elsewhere = (ids < first) | (ids >= first + len(rows))
-        padding = module.padding_idx
+        num_rows = len(module.weight)
+        first = region.group.rank() * num_rows
+        elsewhere = (ids < first) | (ids >= first + num_rows)
         if padding is not None:
-            padding = padding - first if first <= padding < first + len(rows) else None
-        y = F.embedding((ids - first).masked_fill(elsewhere, 0), rows, padding)
+            module.padding_idx = padding - first if first <= padding < first + num_rows else None
+        args, kwargs = _exchange(args, kwargs, ids, (ids - first).masked_fill(elsewhere, 0))
+        y: Tensor = original(*args, **kwargs)
     finally:
+        module.padding_idx = padding
         unshadow(module, names)
     y = y.masked_fill(elsewhere.unsqueeze(-1), 0)
     if begins:
