@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map_only
 
 Convert = Callable[[str, nn.Parameter], nn.Parameter | None]
 
-_OF_TORCH = {"_is_param"}
-"""What torch itself sets on a parameter that is a DTensor."""
+_OF_TORCH = {"_is_param", "_fsdp_orig_uid"}
+"""What torch itself sets on a parameter that is a DTensor, or that is sharded."""
 
 
 def replace_parameters(module: nn.Module, convert: Convert) -> dict[nn.Parameter, nn.Parameter]:
@@ -43,7 +43,7 @@ def replace_parameters(module: nn.Module, convert: Convert) -> dict[nn.Parameter
                 new = convert(f"{prefix}.{name}" if prefix else name, parameter)
                 results[parameter] = None if new is parameter else new
                 if new is not None and new is not parameter:
-                    _carry_over(parameter, new)
+                    carry_over(parameter, new)
             if (new := results[parameter]) is not None:
                 _set_parameter(part, name, new)
     return {former: new for former, new in results.items() if new is not None}
@@ -94,7 +94,7 @@ def _make_optimizer_whole(optimizer: Optimizer, replaced: dict[nn.Parameter, nn.
         for index, parameter in enumerate(group["params"]):
             if parameter not in replaced and (new := convert("", parameter)) is not None:
                 # the user's own, in the optimizer and not in the module
-                _carry_over(parameter, new)
+                carry_over(parameter, new)
                 replaced[parameter] = new
             # in place: LBFGS holds on to the list
             group["params"][index] = replaced.get(parameter, parameter)
@@ -111,7 +111,8 @@ def _full(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     return whole if device is None else whole.to(device)
 
 
-def _carry_over(former: nn.Parameter, new: nn.Parameter) -> None:
+def carry_over(former: nn.Parameter, new: nn.Parameter) -> None:
+    """Give a parameter what the user set on the one it stands for: attributes, `requires_grad` and hooks."""
     vars(new).update({name: value for name, value in vars(former).items() if name not in _OF_TORCH})
     new.requires_grad_(former.requires_grad)
     # the dictionaries themselves, so that the user's handles still remove hooks

@@ -1,0 +1,395 @@
+"""Data parallelism beside tensor parallelism: a module replicated over the mesh axis `data`, or sharded over it.
+
+Both average the gradients over `data` once for each backward that is not under `no_sync()`; gradients which earlier
+backwards under `no_sync()` left are part of it. Nothing of them is left on the module after `remove()`.
+
+Sharded is torch's FSDP2. It keeps, reduces and updates parameters in their own dtype, whatever the precision:
+autocast casts weights for matrix products only, so gathering them in bf16 would round the weights of norms and
+embeddings as well and change the numbers; under the true precisions they have the dtype of the computation already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from lightning_recompute.groups import ParallelGroups
+from lightning_recompute.reduction import GradientReduction, broadcast_from_first, local_part
+from lightning_recompute.whole import carry_over
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Given = ParamSpec("Given")
+
+
+class DataParallel(ABC):
+    """A module that several ranks train on different data.
+
+    Args:
+        module: The module; parameters and buffers take the values of data rank 0.
+        groups: The groups; only the axis `data` is used.
+    """
+
+    def __init__(self, module: nn.Module, groups: ParallelGroups) -> None:
+        for name, part in module.named_modules():
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+                raise ValueError(f"{name} makes sparse gradients, which are not averaged over ranks; take sparse=False")
+        self.module = module
+        self._group = groups.group("data")
+        broadcast_from_first([*module.parameters(), *module.buffers()], self._group)
+
+    def run(self, step: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        """Run a method of the module that takes a batch, `training_step` or another.
+
+        Statistics of batch norms take the values of data rank 0 before a step that is trained, as under torch's
+        DistributedDataParallel.
+
+        Args:
+            step: The bound method.
+            *args: Its arguments.
+            **kwargs: Its keyword arguments.
+
+        Returns:
+            What it returns.
+        """
+        if torch.is_grad_enabled() and self._reduction.active:
+            tracking = [part for part in self.module.modules() if isinstance(part, _NormBase) and part.training]
+            broadcast_from_first((buffer for part in tracking for buffer in part.buffers(False)), self._group)
+        self._reduction.prepare()
+        return step(*args, **kwargs)
+
+    @abstractmethod
+    def before_backward(self, loss: Tensor) -> None:
+        """Before each backward, also of manual optimization.
+
+        Args:
+            loss: What backward starts from.
+        """
+
+    def finish(self) -> None:
+        """After each backward: the averages are in `grad` when this returns."""
+        self._reduction.finish()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward within leaves each rank its own gradients, without communication of gradients."""
+        former = self._reduction.active
+        self._reduction.active = False
+        try:
+            yield
+        finally:
+            self._reduction.active = former
+
+    @property
+    @abstractmethod
+    def _reduction(self) -> GradientReduction: ...
+
+    @abstractmethod
+    def reset(self) -> None:
+        """After an error in a step or backward: forget it. Gradients of that accumulation window are lost."""
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Take everything off the module, also after an error; not collective. A second call does nothing."""
+
+
+class Replicated(DataParallel):
+    """Every data rank holds what its place on the other axes holds; see `replicate`."""
+
+    def __init__(self, module: nn.Module, groups: ParallelGroups) -> None:
+        super().__init__(module, groups)
+        self._averaged = GradientReduction(module.parameters(), self._group)
+
+    @property
+    def _reduction(self) -> GradientReduction:
+        return self._averaged
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Nothing is due: the parameters' hooks do it."""
+
+    def reset(self) -> None:
+        """After an error in a step or backward: forget it."""
+        self._averaged.prepare()
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        self._averaged.remove()
+
+
+def replicate(module: nn.Module, groups: ParallelGroups) -> Replicated:
+    """Average the gradients of a module over `data`; collective. For modules with DTensors on `tensor`.
+
+    A parameter without a gradient on some rank takes part with zeros, so that ranks may differ in what they use.
+
+    Args:
+        module: The module.
+        groups: The groups.
+
+    Returns:
+        What runs its steps and removes itself.
+    """
+    return Replicated(module, groups)
+
+
+class Sharded(DataParallel):
+    """Every data rank holds a part of each parameter; see `shard`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: ParallelGroups,
+        units: Sequence[Sequence[nn.Module]],
+        reshard_after_forward: bool | None,
+        find_unused_parameters: bool,
+    ) -> None:
+        super().__init__(module, groups)
+        self._depth = 0
+        self._handles: list[RemovableHandle] = []
+        self._states: list[Any] = []
+        former_keys = [(part, set(vars(part))) for part in module.modules()]
+        # a metric's hash changes with its state: modules are listed here, not keys
+        self._classes = [(part, type(part)) for part in module.modules()]
+        former = dict(module.named_parameters(remove_duplicate=False))
+        whole, of_root = _kept_whole(module, units)
+        self._averaged = GradientReduction([p for p in module.parameters() if p in whole], self._group)
+        options: dict[str, Any] = {
+            "mesh": groups.data_mesh,
+            "reshard_after_forward": reshard_after_forward,
+            "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False),
+        }
+        try:
+            for blocks in units:
+                fully_shard(blocks[0] if len(blocks) == 1 else list(blocks), ignored_params=whole | of_root, **options)
+            fully_shard(module, ignored_params=whole, **options)
+            self._root: Any = module._get_fsdp_state()  # type: ignore[operator]
+            self._root._lazy_init()
+            self._states = list(self._root._state_ctx.all_states)
+        finally:
+            self._added = [(part, set(vars(part)) - keys) for part, keys in former_keys]
+        _carry_over_all(former, dict(module.named_parameters(remove_duplicate=False)))
+        if find_unused_parameters:
+            module.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
+        for state in self._states:
+            # the whole parameters are made once and for all: not under inference_mode, in a validation step
+            state._modules[0].unshard()
+            state._modules[0].reshard()
+        self._enter_by_own_hooks()
+
+    @property
+    def _reduction(self) -> GradientReduction:
+        return self._averaged
+
+    # ---- forward ----------------------------------------------------------------------------------------
+
+    # Torch's hooks take the module's own forward for the whole step. Here it is a part of one, if it is called at all,
+    # and after a backward in the middle of a step (manual optimization) the step needs the parameters again.
+
+    def _enter_by_own_hooks(self) -> None:
+        self._root._pre_forward_hook_handle.remove()
+        self._root._post_forward_hook_handle.remove()
+        self._handles = [
+            self.module.register_forward_pre_hook(lambda module, args: self._enter(), prepend=True),
+            self.module.register_forward_hook(lambda module, args, output: self._leave(output), always_call=True),
+        ]
+        for part in _owners(self._root):
+            if part is not self.module:
+                self._handles.append(part.register_forward_pre_hook(lambda module, args: self._again(), prepend=True))
+
+    def _enter(self) -> None:
+        self._depth += 1
+        self._again()
+
+    def _again(self) -> None:
+        if self._depth and self._root._training_state.name == "IDLE":
+            self._root._pre_forward(self.module, (), {})
+
+    def _leave(self, output: Any) -> Any:
+        self._depth -= 1
+        if self._depth or self._root._training_state.name != "FORWARD":
+            return output
+        output = self._root._post_forward(self.module, (), output)
+        if not torch.is_grad_enabled() or not any(
+            isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output)
+        ):
+            # no backward will: between steps a module shows its sharded parameters
+            self.module.reshard()  # type: ignore[operator]
+        return output
+
+    def run(self, step: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        """Run a method of the module that takes a batch; see `DataParallel.run`. After an error in it: `reset`."""
+        self._enter()
+        try:
+            result = super().run(step, *args, **kwargs)
+        except BaseException:
+            self.reset()
+            raise
+        left: Result = self._leave(result)
+        return left
+
+    # ---- backward ---------------------------------------------------------------------------------------
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Before each backward: gather again what was freed by an earlier one of the same step."""
+        if loss.requires_grad:
+            loss.register_hook(self._root._pre_backward)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward within leaves each rank the gradients of the whole parameters, without communication of them."""
+        module: Any = self.module
+        with super().no_sync():
+            module.set_requires_gradient_sync(False)
+            try:
+                yield
+            finally:
+                module.set_requires_gradient_sync(True)
+
+    # ---- the end ----------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """After an error in a step or backward: forget it. Gradients of that accumulation window are lost."""
+        self._depth = 0
+        self._averaged.prepare()
+        if not self._states:
+            return
+        self.module.reset_iter_state()  # type: ignore[operator]
+        for parameter in _managed(self._states):
+            parameter.unsharded_accumulated_grad = None
+            parameter.unsharded_param.grad = None
+
+    def remove(self) -> None:
+        """Take everything off the module, also after an error; the parameters stay sharded (see `make_whole`)."""
+        self.reset()
+        self._averaged.remove()
+        while self._handles:
+            self._handles.pop().remove()
+        for state in self._states:
+            state._pre_forward_hook_handle.remove()
+            state._post_forward_hook_handle.remove()
+            for group in state._fsdp_param_groups:
+                for handle in (
+                    *group._module_to_pre_save_state_dict_hook_handle.values(),
+                    *group._module_to_pre_load_state_dict_hook_handle.values(),
+                    *(parameter._post_load_hook_handle for parameter in group.fsdp_params),
+                ):
+                    handle.remove()
+            for part in state._modules:
+                _module_state_mapping.pop(part, None)
+        self._states.clear()
+        for part, cls in self._classes:
+            part.__class__ = cls
+        for part, keys in self._added:
+            for key in keys:
+                vars(part).pop(key, None)
+        self._classes.clear()
+        self._added.clear()
+
+
+def shard(
+    module: nn.Module,
+    groups: ParallelGroups,
+    units: Sequence[Sequence[nn.Module]],
+    *,
+    reshard_after_forward: bool | None = None,
+    find_unused_parameters: bool = False,
+) -> Sharded:
+    """Shard the parameters, gradients and optimizer states of a module over `data`; collective.
+
+    The parameters of each unit are gathered before its forward and again before its backward, once for both its
+    replay and its backward; what is in no unit is gathered once a step. A parameter that units share, a scalar,
+    and one whose dtype is not the unit's, are kept whole, and their gradients averaged.
+
+    Args:
+        module: The module, on its device. Parameters may be DTensors on `tensor`; they end on `data` and `tensor`.
+        groups: The groups.
+        units: Consecutive blocks that are gathered together; those that recompute takes as one unit have to be. A block
+            that stands in several of them belongs to the first.
+        reshard_after_forward: Whether units are freed after forward. None: as torch does, units are, and what is in
+            no unit stays until backward, because that begins with it.
+        find_unused_parameters: Whether ranks may differ in which parameters of a unit get a gradient; one that has none
+            on any rank then gets zeros.
+
+    Returns:
+        What runs the module's steps and removes itself.
+    """
+    seen: set[nn.Module] = set()
+    once: list[list[nn.Module]] = []
+    for unit in units:
+        blocks = [block for block in dict.fromkeys(unit) if block not in seen]
+        seen |= set(blocks)
+        if blocks:
+            once.append(blocks)
+    return Sharded(module, groups, once, reshard_after_forward, find_unused_parameters)
+
+
+def _managed(states: Sequence[Any]) -> Iterator[Any]:
+    for state in states:
+        for group in state._fsdp_param_groups:
+            yield from group.fsdp_params
+
+
+def _owners(state: Any) -> list[nn.Module]:
+    """Modules that have a parameter of a state's group."""
+    found: list[nn.Module] = []
+    for parameter in _managed([state]):
+        info = parameter._module_info
+        found += [part for part in (info.module, *info.shared_modules) if part not in found]
+    return found
+
+
+def _carry_over_all(former: dict[str, nn.Parameter], new: dict[str, nn.Parameter]) -> None:
+    changed = {former[name]: parameter for name, parameter in new.items() if parameter is not former[name]}
+    for before, after in changed.items():
+        carry_over(before, after)
+    if num_hooked := sum(bool(parameter._backward_hooks) for parameter in changed):
+        logger.warning(
+            "%d parameters have a hook on their gradient (register_hook), which does not run with sharded data "
+            "parallelism; use register_post_accumulate_grad_hook, which sees the averaged gradient",
+            num_hooked,
+        )
+
+
+def _kept_whole(module: nn.Module, units: Sequence[Sequence[nn.Module]]) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
+    """Parameters that are not sharded, and those of units that what is outside of them uses as well."""
+    places: dict[nn.Module, int] = {}
+    for index, blocks in enumerate(units):
+        for block in blocks:
+            places.update((part, index) for part in block.modules() if part not in places)
+    users: dict[nn.Parameter, set[int]] = {}
+    root = len(units)
+    for part in module.modules():
+        for parameter in part._parameters.values():
+            if parameter is not None:
+                users.setdefault(parameter, set()).add(places.get(part, root))
+    whole = {
+        parameter
+        for parameter, found in users.items()
+        if (len(found) > 1 and root not in found)
+        or not parameter.ndim
+        or not local_part(parameter.detach()).is_contiguous()
+    }
+    of_root = {parameter for parameter, found in users.items() if root in found}
+    dtypes: dict[int, Counter[torch.dtype]] = {}
+    for parameter, found in users.items():
+        if parameter.requires_grad and parameter not in whole:
+            owner = root if root in found else min(found)
+            dtypes.setdefault(owner, Counter())[parameter.dtype] += parameter.numel()
+    for parameter, found in users.items():
+        if parameter.requires_grad and parameter not in whole:
+            owner = root if root in found else min(found)
+            if parameter.dtype != dtypes[owner].most_common(1)[0][0]:
+                whole.add(parameter)
+    return whole, of_root
