@@ -33,6 +33,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _Su
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -145,23 +146,28 @@ class ReplicatedStrategy(ParallelStrategy):
     @property
     def is_distributed(self) -> bool:
         """Whether samplers are split and `sync_dist` means anything; Lightning asks by this name."""
+        return self.has_peers
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether there are other processes."""
         return self.world_size > 1
 
     # A process that trains alone is rank 0 on its first device, even when it is some rank of another world.
     @property
     def global_rank(self) -> int:
         """Rank among all processes."""
-        return super().global_rank if self.is_distributed else 0
+        return super().global_rank if self.has_peers else 0
 
     @property
     def local_rank(self) -> int:
         """Rank among the processes of this node."""
-        return super().local_rank if self.is_distributed else 0
+        return super().local_rank if self.has_peers else 0
 
     @property
     def node_rank(self) -> int:
         """Index of this node."""
-        return super().node_rank if self.is_distributed else 0
+        return super().node_rank if self.has_peers else 0
 
     @property
     def root_device(self) -> torch.device:
@@ -179,7 +185,7 @@ class ReplicatedStrategy(ParallelStrategy):
         if self.cluster_environment is None:
             return
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        if self.is_distributed:
+        if self.has_peers:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             # Lightning keeps the rank as an attribute of the decorator
             vars(rank_zero.rank_zero_only)["rank"] = self.global_rank
@@ -189,7 +195,7 @@ class ReplicatedStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         self._launcher = None
-        if self.num_nodes * self.num_processes == 1 and not self.is_distributed:
+        if self.num_nodes * self.num_processes == 1 and not self.has_peers:
             return
         if self.start_method == "popen":
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
@@ -199,7 +205,7 @@ class ReplicatedStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         """Set the device up and, with several processes, join them in a process group."""
         super().setup_environment()
-        if not self.is_distributed:
+        if not self.has_peers:
             return
         assert self.cluster_environment is not None
         # every process starts from the same weights and draws the same numbers, as under Lightning's DDP
@@ -217,26 +223,36 @@ class ReplicatedStrategy(ParallelStrategy):
         assert self.model is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting and self.is_distributed and self._layer_sync:
+        if fitting and self.has_peers and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
             self._synchronized_layers = True
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
+        self.divide_module(trainer)
         if fitting:
             self.prepare_module(trainer)
-            if self.is_distributed:
+        if not self.spread_module() and self.has_peers:
+            if fitting:
                 self.model = self._setup_model(self.model)
+            else:
+                _sync_module_states(self.model)
+        if fitting:
             # a second fit must not carry the first one's optimizers while it makes its own
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
-        elif self.is_distributed:
-            _sync_module_states(self.model)
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
 
+    def divide_module(self, trainer: pl.Trainer) -> None:
+        """What is done first to a module that is on its device, for any kind of run."""
+
     def prepare_module(self, trainer: pl.Trainer) -> None:
         """What is done to a module that is about to be trained: on its device, not yet wrapped."""
+
+    def spread_module(self) -> bool:
+        """What is done in place of DistributedDataParallel; returns whether that is not needed."""
+        return False
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         # torch's notes on CUDA semantics: build the wrapper on a side stream
@@ -267,7 +283,7 @@ class ReplicatedStrategy(ParallelStrategy):
             assert self.model is not None
             self._synchronized_layers = False
             self.model = self._layer_sync.revert(self.model)
-        if self.is_distributed:
+        if self.has_peers:
             super().teardown()
         else:
             # a process that trains alone has set no environment up, and must not clean somebody else's
@@ -279,7 +295,7 @@ class ReplicatedStrategy(ParallelStrategy):
     def _peers_listen(self) -> bool:
         # Callbacks reduce before the process group exists (EarlyStopping) and save a checkpoint after this
         # process alone failed (OnExceptionCheckpoint): nobody answers then, and asking would hang.
-        if not (self.is_distributed and dist.is_available() and dist.is_initialized()):
+        if not (self.has_peers and dist.is_available() and dist.is_initialized()):
             return False
         trainer = self.lightning_module._trainer if self.lightning_module is not None else None
         return trainer is None or not trainer.interrupted
@@ -330,6 +346,11 @@ def accept_compiled_modules(strategy: type[ReplicatedStrategy]) -> None:
     Lightning allows that for a fixed list of classes by isinstance; this class is asked for nowhere else.
     """
     SingleDeviceStrategy.register(strategy)
+
+
+def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh | None) -> None:
+    """Let `module.device_mesh` give a mesh, as under Lightning's ModelParallelStrategy."""
+    module._device_mesh = mesh
 
 
 def is_compiled(module: pl.LightningModule) -> bool:

@@ -19,6 +19,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from lightning_recompute.blocks import BlockList, find_blocks
 from lightning_recompute.budgeting import Budget
@@ -66,6 +67,8 @@ class RecomputeSession:
         self.blocks = blocks
         self.check = check
         self.source = Path(plan) if isinstance(plan, str | Path) else None
+        self.tensor_group: ProcessGroup | None = None
+        """The ranks over which unit inputs can be distributed, set before a fit begins."""
         self._handle: RecomputeHandle | None = None
         self._first_batch: FirstBatchCheck | None = None
 
@@ -192,6 +195,21 @@ class RecomputeSession:
             if folder is not None and not getattr(trainer, "fast_dev_run", False):
                 self._write_plan(self._handle, folder, trainer, device)
 
+    def units(self, module: nn.Module) -> list[list[nn.Module]]:
+        """The module's blocks, those together that are recomputed as one unit."""
+        blocks = [block for found in find_blocks(module, self.blocks) for block in found.blocks]
+        if self.active_plan is None:
+            return [[block] for block in blocks]
+        return [
+            unit
+            for segment in self.active_plan.segments
+            for unit in (
+                [blocks[segment.start : segment.stop]]
+                if isinstance(segment.action, Full | SaveOps)
+                else [[block] for block in blocks[segment.start : segment.stop]]
+            )
+        ]
+
     def end(self) -> None:
         """Put the module's own forwards back; does nothing when there is none of ours."""
         self._take_off()
@@ -207,7 +225,7 @@ class RecomputeSession:
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_handle": None, "_first_batch": None}
+        return vars(self) | {"_handle": None, "_first_batch": None, "tensor_group": None}
 
     def _write_plan(self, handle: RecomputeHandle, folder: str, trainer: pl.Trainer, device: torch.device) -> None:
         record = {

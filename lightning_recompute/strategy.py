@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -21,14 +21,15 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from lightning_recompute.forecast import Forecast
+from lightning_recompute.grouped_strategy import GroupedStrategy
 from lightning_recompute.lightning_private import (
-    ReplicatedStrategy,
     StartMethod,
     accept_compiled_modules,
     is_compiled,
     meet_other_lightning,
 )
 from lightning_recompute.out_of_memory import Attempts, advice, free, out_of_memory_in
+from lightning_recompute.parallel import DataParallelKind, ParallelSettings
 from lightning_recompute.plan import Full, RecomputePlan
 from lightning_recompute.policy import Granularity, Method, RecomputePolicy
 from lightning_recompute.session import RecomputeSession
@@ -36,12 +37,13 @@ from lightning_recompute.session import RecomputeSession
 logger = logging.getLogger(__name__)
 
 
-class RecomputeStrategy(ReplicatedStrategy):
+class RecomputeStrategy(GroupedStrategy):
     """Trains any LightningModule in less memory, with the same numbers to the bit.
 
     In forward each unit (one or some consecutive blocks of the model) keeps only its inputs; in backward it is
     run again. On one device everything else is what Lightning does by default; with several, one process a
-    device trains on its part of the data and torch's DistributedDataParallel averages the gradients.
+    device trains on its part of the data and torch's DistributedDataParallel averages the gradients. Under
+    `tensor_parallel_size` neighbouring processes share each layer, and the data.
 
     `RecomputeStrategy()` alone recomputes every block, one at a time. While fitting, `plan.yaml` beside the
     logs says what was recomputed where; after fit, or an exception, the module is as it was before.
@@ -64,6 +66,14 @@ class RecomputeStrategy(ReplicatedStrategy):
             above: each has to be left at its default.
         plan: An explicit plan, or the path of one that a run wrote (`plan.yaml`). Excludes the six words and
             `memory_budget`.
+        tensor_parallel_size: Ranks that share each layer; the others divide the data. The module says how its layers
+            are divided by a method `tensor_parallel_plan`; Hugging Face models bring their plans.
+        sequence_parallel: With tensor parallelism: divide hidden states along the sequence between the layers that are
+            divided, so that norms and residuals are kept once, not on every rank.
+        tensor_parallel_plan: Patterns of module names (`model.layers.*.mlp.up_proj`) with the style of each: `colwise`,
+            `rowwise` and others of `lightning_recompute.tensor_plan.STYLES`. Null: the module's own.
+        data_parallel: What the ranks that divide the data hold: `replicate`, all of the module; or `shard`, parts of
+            its parameters, gradients and optimizer states (torch's FSDP2).
         blocks: Where the blocks are: dotted path(s) of block lists (`model.layers`) or class name(s) of blocks
             (`LlamaDecoderLayer`). Null: found.
         check: Debugging: compare every value of each block's first replay with its forward and name block and module
@@ -110,6 +120,10 @@ class RecomputeStrategy(ReplicatedStrategy):
         memory_budget: str | int | float | None = None,
         plan: str | Path | RecomputePlan | None = None,
         blocks: str | Sequence[str] | None = None,
+        tensor_parallel_size: int = 1,
+        sequence_parallel: bool = False,
+        tensor_parallel_plan: Mapping[str, Any] | None = None,
+        data_parallel: DataParallelKind = "replicate",
         check: bool = False,
         on_oom: Literal["raise", "replan"] = "raise",
         find_unused_parameters: bool = False,
@@ -123,6 +137,9 @@ class RecomputeStrategy(ReplicatedStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(
+            ParallelSettings(
+                tensor=tensor_parallel_size, sequence=sequence_parallel, plan=tensor_parallel_plan, data=data_parallel
+            ),
             find_unused_parameters=find_unused_parameters,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -142,6 +159,10 @@ class RecomputeStrategy(ReplicatedStrategy):
         self.memory_budget = memory_budget
         self.plan = plan
         self.blocks = blocks
+        self.tensor_parallel_size = tensor_parallel_size
+        self.sequence_parallel = sequence_parallel
+        self.tensor_parallel_plan = tensor_parallel_plan
+        self.data_parallel = data_parallel
         self.check = check
         policy = RecomputePolicy(
             granularity=granularity,
@@ -158,10 +179,16 @@ class RecomputeStrategy(ReplicatedStrategy):
         self._step: tuple[Any, int] | None = None
         self._attempts = Attempts(self._tighten)
         self._session = RecomputeSession(policy, plan, blocks, check, memory_budget)
-        if distribute_saved_activations:
+        if distribute_saved_activations and (tensor_parallel_size == 1 or sequence_parallel):
+            found = "sequence_parallel=True" if sequence_parallel else "tensor_parallel_size=1"
             raise ValueError(
-                "distribute_saved_activations=True needs tensor-parallel ranks to keep the shards; every process of "
-                "this strategy holds the whole model. Leave it out"
+                f"distribute_saved_activations=True with {found}: "
+                + (
+                    "each rank keeps its part of a unit's inputs already, and no more can be saved"
+                    if sequence_parallel
+                    else "the shards are kept by the tensor-parallel ranks, and there is one"
+                )
+                + ". Leave one of the two out"
             )
         meet_other_lightning(type(self))
 
@@ -189,14 +216,26 @@ class RecomputeStrategy(ReplicatedStrategy):
         """Bring the module to its device and, when fitting, patch its blocks, wrap it and make the optimizers."""
         assert self.lightning_module is not None
         _refuse_sharded(self.lightning_module)
-        if self.on_oom == "replan" and self.is_distributed:
+        if self.on_oom == "replan" and self.has_peers:
             raise ValueError("on_oom='replan' with several processes: one alone cannot repeat a step; on_oom='raise'")
         super().setup(trainer)
 
     def prepare_module(self, trainer: pl.Trainer) -> None:
         """Patch the blocks, and say once what is recomputed where."""
         assert self.lightning_module is not None
+        shares = self._groups is not None and self.tensor_parallel_size > 1 and not self.sequence_parallel
+        self._session.tensor_group = self._groups.group("tensor") if shares and self._groups is not None else None
         self._session.begin(self.lightning_module, trainer, self.root_device, logger)
+
+    @property
+    def block_names(self) -> str | Sequence[str] | None:
+        """Where the user said the blocks are."""
+        return self.blocks
+
+    def units_of_blocks(self) -> list[list[torch.nn.Module]]:
+        """Blocks that are recomputed together."""
+        assert self.lightning_module is not None
+        return self._session.units(self.lightning_module)
 
     def teardown(self) -> None:
         """Restore the module's own forwards, then do what Lightning does at the end of a run."""
@@ -233,7 +272,7 @@ class RecomputeStrategy(ReplicatedStrategy):
         full = plan is not None and all(isinstance(segment.action, Full) for segment in plan.segments)
         known = "every block is" if full else "no block was" if plan is None else "not every block is"
         hint = f"RecomputeStrategy: {known} being recomputed."
-        if module is not None and step is not None and not self.is_distributed:
+        if module is not None and step is not None and not self.has_peers:
             free(exception, self.root_device)
             self._session.end()
             try:
