@@ -72,17 +72,27 @@ class Shared(Net):
         self.blocks.append(self.blocks[0])
 
 
-class Nested(Net):
-    """The blocks are inside a part of a part; one block tied into what is outside; a scalar; an unused part."""
+class Gated(Block):
+    """Scaled by one number."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(dropout=0.0)
+        self.gate = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate * self.inner(x)
+
+
+class Nested(Net):
+    """The blocks are inside a part of a part, one shares a bias with the head; scalars; parts that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__(block=Gated)
         self.body = nn.Module()
         self.body.inner = nn.Module()
         self.body.inner.layers = self.blocks
         del self.blocks
         self.temperature = nn.Parameter(torch.tensor(1.5))
-        self.body.inner.layers[1].gate = nn.Parameter(torch.tensor(0.5))
         self.spare = nn.Linear(WIDTH, WIDTH)
         self.body.inner.layers[2].spare = nn.Linear(WIDTH, WIDTH)
         self.head.bias = self.body.inner.layers[0].norm.bias
@@ -91,7 +101,7 @@ class Nested(Net):
         x = self.embed(x)
         for block in self.body.inner.layers:
             x = block(x)
-        return x * self.temperature * self.body.inner.layers[1].gate
+        return x * self.temperature
 
 
 class Crossed(Net):
