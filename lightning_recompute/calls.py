@@ -15,7 +15,7 @@ from lightning_recompute.ambient import HostRng, RngStates, Surroundings, host_r
 from lightning_recompute.errors import RecomputeError
 from lightning_recompute.module_state import Keeping, ModuleState, Written
 from lightning_recompute.object_state import Snapshot, Twin, content_of, has_content
-from lightning_recompute.placement import SavedInputs
+from lightning_recompute.placement import PlacementError, SavedInputs
 from lightning_recompute.save_ops import SavedOps
 
 Args = tuple[Any, ...]
@@ -79,6 +79,7 @@ class Learned:
         observers: Of a compiled block, ids of forward hooks below it that only look on.
         hooks: Of a compiled block, ids of all hooks that were watched.
         checked: Whether a replay has been compared with its forward.
+        inputs: What the placement has learned about its inputs.
     """
 
     def __init__(self) -> None:
@@ -89,6 +90,7 @@ class Learned:
         self.observers: set[int] = set()
         self.hooks: set[int] = set()
         self.checked = False
+        self.inputs: dict[Any, Any] = {}
 
 
 class Call:
@@ -151,6 +153,8 @@ class Call:
             )
         try:
             saved = self.inputs.tensors()
+        except (PlacementError, torch.OutOfMemoryError):
+            raise
         except RuntimeError as error:
             raise RecomputeError(
                 f"{self.name}: an input was changed in place after the block read it, so the block cannot be "

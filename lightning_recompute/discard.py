@@ -233,6 +233,10 @@ class _Recogniser:
     def hooks(self) -> saved_tensors_hooks:
         return saved_tensors_hooks(self._pack, _unpack)
 
+    def recognises(self, saved: Tensor) -> bool:
+        """Whether a tensor would not be kept."""
+        return saved.grad_fn is not None and self._recognised(saved, saved.grad_fn) is not None
+
     def _pack(self, saved: Tensor) -> Packed:
         node = saved.grad_fn
         return (None if node is None else self._recognised(saved, node)) or keep(saved)
@@ -258,6 +262,13 @@ class _Recogniser:
                 return None
             node = following
         return None
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Whether what is saved of a tensor at this place is freed anyway: by the unit around, or as a freed output."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    owner = None if hooks is None else getattr(hooks[0], "__self__", None)
+    return isinstance(owner, Frame) or (isinstance(owner, _Recogniser) and owner.recognises(tensor))
 
 
 def _unpack(packed: Packed) -> Tensor:

@@ -81,7 +81,7 @@ class Frame:
         self.calls: list[Call] = []
         # for each tensor saved, in order: its holder, shape and dtype; None for a parameter, which is kept itself
         self.saved: list[tuple[weakref.ref[_Holder], torch.Size, torch.dtype] | None] = []
-        self._placement = placement
+        self._placement = placement.open()
         self._ops = ops
         self._comparison = Comparison() if check else None
         # for each call the tensors it returned: place in the output, the tensor, its version
@@ -119,7 +119,7 @@ class Frame:
         versions = [version_of(tensor) for tensor in tensors]
         copies = [tensor.detach().clone() for tensor in tensors] if first or learned.writes_inputs else []
         call.on_copies = learned.writes_inputs
-        call.inputs = self._placement.save(copies if call.on_copies else tensors)
+        call.inputs = self._placement.save(copies if call.on_copies else tensors, name, learned.inputs)
         start = call.rng
         assert start is not None
         call.host_rng = host_rng()
@@ -130,7 +130,7 @@ class Frame:
         if first:
             learned.writes_inputs = call.on_copies = versions != [version_of(tensor) for tensor in tensors]
             if call.on_copies:
-                call.inputs = self._placement.save(copies)
+                call.inputs = self._placement.save(copies, name, learned.inputs)
         if same_host_rng(call.host_rng, host_rng()):
             call.host_rng = None
         self._settle_rng(call, start)
@@ -205,7 +205,7 @@ class Frame:
         """End it: `function(*inputs)` makes the whole call again."""
         call.leaves = call.given = [Input.of(index, tensor) for index, tensor in enumerate(inputs)]
         call.spec = tree_flatten((tuple(inputs), {}))[1]
-        call.inputs = self._placement.save(inputs)
+        call.inputs = self._placement.save(inputs, call.name, call.learned.inputs)
         assert call.rng is not None
         self._settle_rng(call, call.rng)
 

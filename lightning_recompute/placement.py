@@ -10,6 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_recompute.errors import RecomputeError
+
+
+class PlacementError(RecomputeError):
+    """Inputs cannot be brought back; the message says which and why."""
+
+
+Learned = dict[Any, Any]
+"""What a placement keeps from one call of a block to the next; no other part reads it."""
+
 
 class SavedInputs(Protocol):
     """Tensors held until a replay asks for them; they may be asked for again."""
@@ -22,8 +32,18 @@ class SavedInputs(Protocol):
 class Placement(Protocol):
     """Takes over tensors in forward."""
 
-    def save(self, tensors: Sequence[Tensor]) -> SavedInputs:
-        """Hold them, in one copy, until backward."""
+    def open(self) -> Placement:
+        """A placement for the calls of one frame, whose inputs backward needs together."""
+        ...
+
+    def save(self, tensors: Sequence[Tensor], name: str = "", learned: Learned | None = None) -> SavedInputs:
+        """Hold them, in one copy, until backward.
+
+        Args:
+            tensors: The inputs of one call.
+            name: The block or module, for messages.
+            learned: What the placement has learned about its inputs; filled by it.
+        """
         ...
 
 
@@ -55,7 +75,11 @@ class _OnDevice:
 class DevicePlacement:
     """Inputs stay where they are, held as autograd holds its own saved tensors."""
 
-    def save(self, tensors: Sequence[Tensor]) -> SavedInputs:
+    def open(self) -> DevicePlacement:
+        """Itself: every call is held alone."""
+        return self
+
+    def save(self, tensors: Sequence[Tensor], name: str = "", learned: Learned | None = None) -> SavedInputs:
         """Hold them; a write to one of them is found when it is asked for."""
         return _OnDevice(tensors)
 
@@ -168,7 +192,11 @@ class HostPlacement:
     def __reduce__(self) -> tuple[type[HostPlacement], tuple[()]]:
         return HostPlacement, ()
 
-    def save(self, tensors: Sequence[Tensor]) -> SavedInputs:
+    def open(self) -> HostPlacement:
+        """Itself: every call is fetched alone."""
+        return self
+
+    def save(self, tensors: Sequence[Tensor], name: str = "", learned: Learned | None = None) -> SavedInputs:
         """Start copying the tensors out; the device copy is freed when the forward lets go of it."""
         entry = _OnHost(self, tensors)
         self._entries = [reference for reference in self._entries if reference() is not None]

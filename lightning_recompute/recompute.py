@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.nn.parameter import is_lazy
@@ -34,6 +35,7 @@ from lightning_recompute.policy import RecomputePolicy
 from lightning_recompute.prior_recompute import Flag, stand_in_for
 from lightning_recompute.recompute_unit import Unit, UnitSettings, recomputed_forward
 from lightning_recompute.save_ops import DECISIONS, OpSet
+from lightning_recompute.shard_placement import ShardPlacement
 from lightning_recompute.side_effects import quiet_in_replay
 from lightning_recompute.tape import taped_forward
 
@@ -81,6 +83,7 @@ def apply_recompute(
     *,
     blocks: str | Sequence[str] | None = None,
     check: bool = False,
+    tensor_group: dist.ProcessGroup | None = None,
 ) -> RecomputeHandle:
     """Recompute a model's blocks as a policy or plan says, until the handle is removed.
 
@@ -90,6 +93,8 @@ def apply_recompute(
         blocks: Dotted paths of block lists or class names of blocks. None: found by `find_blocks`.
         check: Debugging: compare every value of the first replay of each block with the forward's, which needs
             the memory that recompute would save.
+        tensor_group: The tensor-parallel ranks of this process, over which unit inputs are kept where the plan says
+            `shard`. All of them run the same forwards and backwards in the same order.
 
     Returns:
         The handle: `.plan`, `.block_lists`, `.remove()`; also a context manager.
@@ -115,8 +120,11 @@ def apply_recompute(
         )
     modules = [block for block_list in lists for block in block_list.blocks]
     names = [name for block_list in lists for name in block_list.names]
-    _check(plan, lengths, modules, names)
-    host = HostPlacement()
+    _check(plan, lengths, modules, names, tensor_group)
+    # each knows all units, since it brings the inputs of one unit back while another is replayed
+    placements: dict[str, Placement] = {"device": DevicePlacement(), "host": HostPlacement()}
+    if tensor_group is not None and any(map(_is_sharded, plan.segments)):
+        placements["shard"] = ShardPlacement(tensor_group)
     patches: list[Patch | Flag] = []
     covered = [
         index
@@ -134,7 +142,7 @@ def apply_recompute(
         patches += stand_in_for(module, [modules[index] for index in covered], [names[index] for index in covered])
         patches += quiet_in_replay(module)
         for segment in plan.segments:
-            patches += _patches(segment, modules, names, host, check)
+            patches += _patches(segment, modules, names, placements, check)
     except BaseException:
         RecomputeHandle(plan, lists, patches).remove()
         raise
@@ -142,14 +150,17 @@ def apply_recompute(
 
 
 def _patches(
-    segment: Segment, modules: Sequence[nn.Module], names: Sequence[str], host: HostPlacement, check: bool
+    segment: Segment,
+    modules: Sequence[nn.Module],
+    names: Sequence[str],
+    placements: Mapping[str, Placement],
+    check: bool,
 ) -> Iterator[Patch]:
     action = segment.action
     if isinstance(action, Keep):
         return
-    placement: Placement = host if action.inputs == "host" else DevicePlacement()
     ops = OpSet(action.ops, optional=DECISIONS) if isinstance(action, SaveOps) else None
-    settings = UnitSettings(placement, ops, check)
+    settings = UnitSettings(placements[action.inputs], ops, check)
     # a block that stands in the list several times is patched once
     indices = [index for index in range(segment.start, segment.stop) if not is_patched(modules[index])]
     if isinstance(action, Selective):
@@ -180,14 +191,20 @@ def _selective_patches(block: nn.Module, name: str, action: Selective, settings:
         yield Patch(block, recognising_forward, "nodes" in freed)
 
 
-def _check(plan: RecomputePlan, lengths: Sequence[int], modules: Sequence[nn.Module], names: Sequence[str]) -> None:
+def _check(
+    plan: RecomputePlan,
+    lengths: Sequence[int],
+    modules: Sequence[nn.Module],
+    names: Sequence[str],
+    tensor_group: dist.ProcessGroup | None,
+) -> None:
     """Refuse what cannot be applied, before anything is."""
     borders = {sum(lengths[:index]) for index in range(1, len(lengths))}
     seen: dict[int, tuple[str, Segment]] = {}
     for segment in plan.segments:
         where = f"the plan's segment of {segment}"
         if not isinstance(segment.action, Keep):
-            _check_placement(segment.action, where, modules[segment.start])
+            _check_placement(segment.action, where, modules[segment.start], tensor_group)
         if isinstance(segment.action, Full | SaveOps) and (
             crossed := sorted(border for border in borders if segment.start < border < segment.stop)
         ):
@@ -241,11 +258,19 @@ def _is_group(segment: Segment) -> bool:
     return isinstance(segment.action, Full | SaveOps) and segment.stop - segment.start > 1
 
 
-def _check_placement(action: Full | Selective | SaveOps, where: str, block: nn.Module) -> None:
-    if action.inputs == "shard":
+def _is_sharded(segment: Segment) -> bool:
+    return not isinstance(segment.action, Keep) and segment.action.inputs == "shard"
+
+
+def _check_placement(
+    action: Full | Selective | SaveOps, where: str, block: nn.Module, tensor_group: dist.ProcessGroup | None
+) -> None:
+    ranks = tensor_group.size() if isinstance(tensor_group, dist.ProcessGroup) else 0
+    if action.inputs == "shard" and ranks < 2:
+        found = "that has one rank" if ranks else f"this process is in none (tensor_group={tensor_group})"
         raise ValueError(
             f"{where}: distribute_saved_activations keeps unit inputs as shards over the tensor-parallel group, "
-            "and there is none (its size is 1); leave it out"
+            f"and {found}; leave it out, or give a group of two ranks or more (tensor_parallel_size)"
         )
     device = next((parameter.device for parameter in block.parameters()), torch.device("cpu"))
     if action.inputs == "host" and device.type != "cuda":
