@@ -1,0 +1,151 @@
+"""Optimizer states by the names of the parameters: a state dict only numbers them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+NAMES = "parameter_names"
+"""The key, beside `state` and `param_groups`, of the names: one a parameter, in the order of the numbers."""
+
+# A parameter that the module does not know; no name of a parameter has this form.
+_UNNAMED = "<parameter {}>"
+
+
+def named_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+    """The state dict of an optimizer, with the names of its parameters beside it.
+
+    Args:
+        optimizer: The optimizer.
+        module: The module whose parameters it has; names are the module's own (`named_parameters`).
+
+    Returns:
+        `optimizer.state_dict()`, numbered as always, and `NAMES`. torch and Lightning do not look at the latter.
+    """
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    listed = _listed(optimizer)
+    found = [names.get(parameter, _UNNAMED.format(number)) for number, parameter in enumerate(listed)]
+    state = optimizer.state_dict()
+    # an optimizer of another kind than torch's keeps its form, and is matched by its own load_state_dict
+    return {**state, NAMES: found} if _is_torchs(state) else state
+
+
+def by_name(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict with names in place of numbers, in `state` and in the `params` of each group.
+
+    Args:
+        state: What `named_state` returns; anything else is returned as it is.
+
+    Returns:
+        The same without `NAMES`.
+    """
+    if NAMES not in state:
+        return dict(state)
+    names = dict(enumerate(state[NAMES]))
+    return {
+        **{key: value for key, value in state.items() if key != NAMES},
+        # what an optimizer keeps under another key belongs to no parameter
+        "state": {names.get(number, number): value for number, value in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]
+        ],
+    }
+
+
+def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `by_name`: Lightning's own form, and `NAMES` beside it.
+
+    Args:
+        state: What `by_name` returns; a state dict with numbers is returned as it is.
+    """
+    names = [name for group in state.get("param_groups", ()) for name in group["params"]]
+    if not names or not all(isinstance(name, str) for name in names):
+        return dict(state)
+    numbers = {name: number for number, name in enumerate(names)}
+    return {
+        **state,
+        "state": {numbers.get(name, name): value for name, value in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]
+        ],
+        NAMES: names,
+    }
+
+
+def without_names(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict as torch writes it."""
+    return {key: value for key, value in state.items() if key != NAMES}
+
+
+def matched(
+    state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module, *, strict: bool = True
+) -> dict[str, Any]:
+    """A saved state dict in the order of an optimizer's own parameters.
+
+    Parameters are matched by name, where the state has names, else by number. A tied parameter is known by each of
+    its names. The options of a group come from the saved group that has its parameters.
+
+    Args:
+        state: A saved state dict, numbered, with or without `NAMES`.
+        optimizer: The optimizer that is going to load it.
+        module: The module whose parameters it has.
+        strict: Refuse parameters that the saved optimizer did not have, and the other way round.
+
+    Returns:
+        A numbered state dict for `optimizer.load_state_dict`; its states are those of `state`, not copies.
+
+    Raises:
+        ValueError: The numbers of groups differ; or, when strict, the parameters do.
+    """
+    if not _is_torchs(state):
+        return dict(state)
+    groups, saved_groups = optimizer.param_groups, state["param_groups"]
+    if len(groups) != len(saved_groups):
+        raise ValueError(
+            f"the checkpoint's {type(optimizer).__name__} has {len(saved_groups)} parameter groups, this one "
+            f"{len(groups)}; configure_optimizers has to make the groups that were saved"
+        )
+    if NAMES not in state:
+        return dict(state)
+    numbers = {name: number for number, name in enumerate(state[NAMES])}
+    aliases: dict[Any, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        aliases.setdefault(parameter, []).append(name)
+    listed = _listed(optimizer)
+    known = [aliases.get(parameter, [_UNNAMED.format(number)]) for number, parameter in enumerate(listed)]
+    places = [next((numbers[name] for name in names if name in numbers), None) for names in known]
+    if strict:
+        missing = [names[0] for names, place in zip(known, places, strict=True) if place is None]
+        unexpected = [name for name, number in numbers.items() if number not in places]
+        if missing or unexpected:
+            raise ValueError(
+                f"the parameters of {type(optimizer).__name__} are not those of the checkpoint: not saved: "
+                f"{_list(missing)}; saved and not here: {_list(unexpected)}. Make the optimizer as it was, or set "
+                "strict_loading=False on the LightningModule to start those without a state"
+            )
+    states = {new: state["state"][old] for new, old in enumerate(places) if old is not None and old in state["state"]}
+    states |= {key: value for key, value in state["state"].items() if key not in range(len(numbers))}
+    homes = {number: index for index, group in enumerate(saved_groups) for number in group["params"]}
+    made, first = [], 0
+    for index, group in enumerate(groups):
+        own = range(first, first := first + len(group["params"]))
+        home = next((homes[old] for new in own if (old := places[new]) is not None), index)
+        made.append({**saved_groups[home], "params": list(own)})
+    return {**without_names(state), "state": states, "param_groups": made}
+
+
+def _is_torchs(state: Mapping[str, Any]) -> bool:
+    return "state" in state and "param_groups" in state
+
+
+def _listed(optimizer: Optimizer) -> list[Any]:
+    """Parameters in the order in which `state_dict` numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _list(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") if names else "none"

@@ -1,0 +1,80 @@
+"""What processes do in the tests of checkpoint folders: every layout saves, every layout loads all of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from checkpoint_toys import EVERY, LAYOUTS, build, differences, dumped, everything, join_world, train
+
+from lightning_recompute.checkpoint_loading import load_sharded
+from lightning_recompute.optimizer_names import without_names
+from lightning_recompute.sharded_checkpoint import ShardedSaver, gathered
+
+
+def saved(folder: Path, layout: str, ending: str) -> Path:
+    """What a layout saved: `ckpt`, `file`, and `values` to compare with. Groups of processes have folders beside."""
+    return folder.parent / f"{layout}.{ending}"
+
+
+def on_first(action: Callable[[], Any]) -> None:
+    """Do something on rank 0; the others wait."""
+    if not dist.is_initialized():
+        action()
+        return
+    if dist.get_rank() == 0:
+        action()
+    dist.barrier()
+
+
+def join() -> int:
+    """Join the other processes, if this is one of several."""
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    if size > 1:
+        join_world()
+    return size
+
+
+def save_all(folder: Path) -> None:
+    """Save under each layout of this number of processes, as a folder and as one file."""
+    size = join()
+    saver = ShardedSaver()
+    for index, layout in enumerate(LAYOUTS[size]):
+        module, optimizers = build(layout, seed=size * 10 + index)
+        train(module, optimizers)
+        values = everything(module, optimizers)
+        on_first(lambda: torch.save(values, saved(folder, layout, "values")))  # noqa: B023  # called at once
+        saver.save(saved(folder, layout, "ckpt"), dumped(module, optimizers))
+        whole = gathered(dumped(module, optimizers))
+        on_first(lambda: torch.save(whole, saved(folder, layout, "file")))  # noqa: B023
+    saver.close()
+
+
+def load_all(folder: Path) -> dict[str, list[str]]:
+    """Load every folder and file under each layout of this number of processes; where values differ."""
+    size = join()
+    found = {}
+    for layout in LAYOUTS[size]:
+        for origin in EVERY:
+            due = torch.load(saved(folder, origin, "values"))
+            for ending in ("ckpt", "file"):
+                # numbers of an ordinary file mean its own order
+                module, optimizers = build(layout, seed=5, reverse=ending == "ckpt")
+                checkpoint = load_sharded(saved(folder, origin, ending), module, optimizers)
+                wrong = differences(everything(module, optimizers), due)
+                wrong += [] if module.head.weight is module.embed.weight else ["no longer tied"]
+                wrong += [] if checkpoint["loops"] == {"fit_loop": {"progress": [1, 2]}} else ["loops"]
+                # training goes on from it
+                train(module, optimizers, steps=1)
+                found[f"{origin}.{ending} -> {layout}"] = wrong
+    return found
+
+
+def names_are_left_out(folder: Path, layout: str) -> bool:
+    """Whether a whole checkpoint has the optimizer states of an ordinary one."""
+    states = torch.load(saved(folder, layout, "file"))["optimizer_states"]
+    return all(state == without_names(state) and set(state) == {"state", "param_groups"} for state in states)
