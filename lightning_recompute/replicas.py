@@ -27,6 +27,7 @@ MAX_TRIES = 8
 """How often an input whose elements are all one number is compared before it is kept whole for good: that all ranks
 have the same zeros at the first step says nothing about the next."""
 
+_FREED = "it is freed anyway"
 _COLUMNS = 1021  # prime, so that rows of a tensor do not fall on one another
 
 
@@ -209,7 +210,7 @@ class Replicas:
             return "it is a view of a parameter"
         if not self.can_shard(tensor):
             return "it is small" if is_dense(tensor) else "it is a view with gaps"
-        return "it is freed anyway" if is_freed(tensor) else ""
+        return _FREED if is_freed(tensor) else ""
 
     def _meet(self, tensor: Tensor, verdict: Verdict) -> tuple[int, Verdict] | None:
         """Number and verdict of another input that was the same memory in the same state."""
@@ -232,7 +233,8 @@ class Replicas:
         if not whole or kind in self._told or self._group.rank():
             return
         self._told.add(kind)
-        if is_first and not any(verdict.shards for verdict in verdicts):
+        saves = any(verdict.shards for verdict in verdicts) or all(verdict.why == _FREED for verdict in verdicts)
+        if is_first and not saves:
             logger.warning(
                 "%s: distribute_saved_activations saves nothing here: all inputs, %d bytes a call, are kept whole: %s. "
                 "Leave it out for these units",

@@ -182,13 +182,15 @@ class _UnitInputs:
         try:
             if entry.gather is None:
                 self._start()
-            before = self._before
-            if is_first and before is not None and not before._is_under_way and before._asked < self._asked:
-                before._start()
             gather, entry.gather = entry.gather, None  # the replay owns what was gathered and frees it
             self._is_under_way = False
             assert gather is not None
-            return gather.of(entry, self.store)
+            tensors = gather.of(entry, self.store)
+            del gather  # before there is room for the next
+            before = self._before
+            if is_first and before is not None and not before._is_under_way and before._asked < self._asked:
+                before._start()
+            return tensors
         except (PlacementError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:

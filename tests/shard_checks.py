@@ -19,7 +19,7 @@ from models import MODELS
 from parity import backward, seeded
 from plans import PLANS, tiled
 from selective_plans import SELECTIVE_PLANS
-from shard_harness import Found, Gathers, problem_of, same_steps, start
+from shard_harness import Found, Gathers, noting_replays, problem_of, same_steps, start
 from shard_models import Odd, Parallel, Skipping, Slicing, on_shards
 from torch import Tensor, nn
 
@@ -31,6 +31,15 @@ from lightning_recompute.recompute import apply_recompute
 NUM_BLOCKS = 6
 FULL = tiled((1, Full()))((NUM_BLOCKS,))
 PAIRS = tiled((2, Full()))((NUM_BLOCKS,))
+SELECTED = (
+    "core_attn+norm+act",
+    "core_attn",
+    "attn+norm",
+    "mlp",
+    "save-matmul-pairs",
+    "save-full-core",
+    "pair-then-attn",
+)
 # ---- parity
 
 
@@ -48,11 +57,9 @@ def check_plans(group: dist.ProcessGroup) -> Found:
         for plan in plans:
             value = PLANS[plan](case.chunks)
             found[f"{model} {plan}"] = problem_of(lambda: same_steps(case.build, run, value, group))  # noqa: B023
-        selective = SELECTIVE_PLANS if model == "llama-eager" else ("core_attn+norm+act",)
-        for plan in selective:
-            if "moe" not in plan:
-                value = SELECTIVE_PLANS[plan](case.chunks)
-                found[f"{model} {plan}"] = problem_of(lambda: same_steps(case.build, run, value, group))  # noqa: B023
+        for plan in SELECTED if model == "llama-eager" else SELECTED[:1]:
+            value = SELECTIVE_PLANS[plan](case.chunks)
+            found[f"{model} {plan}"] = problem_of(lambda: same_steps(case.build, run, value, group))  # noqa: B023
     return found
 
 
@@ -120,21 +127,24 @@ def check_counts(group: dist.ProcessGroup) -> Found:
     found: Found = {}
     for name, plan in {"one": FULL, "pairs": PAIRS}.items():
         module = seeded(lambda: Odd(NUM_BLOCKS))
-        with apply_recompute(module, on_shards(plan), tensor_group=group):
-            first, second, third = Gathers(), Gathers(), Gathers()
+        second = Gathers()
+        with noting_replays(module, second.log), apply_recompute(module, on_shards(plan), tensor_group=group):
+            first, third = Gathers(), Gathers()
             with first.counted():
                 Odd.step(module)
+            second.log.clear()
             with second.counted():
                 loss = Odd.loss(module)
                 forward = second.num
                 loss.backward(retain_graph=True)
+            order = second.log[:]
             with third.counted():
                 loss.backward()
         found[name] = {
             "compared": [first.compared, second.compared],
             "forward": forward,
             "gathers": [first.num, second.num, third.num],
-            "order": second.log,
+            "order": order,
         }
     # a module that is given several tensors which no other is given
     module = seeded(lambda: Slicing(4))

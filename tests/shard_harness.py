@@ -10,10 +10,11 @@ import pytest
 import torch.distributed as dist
 from distributed import local_rank
 from parity import assert_same, observe, seeded
-from shard_models import on_shards
+from shard_models import OddBlock, on_shards
 from torch import Tensor, nn
 
 from lightning_recompute import shard_placement
+from lightning_recompute.ambient import is_recomputing
 from lightning_recompute.plan import RecomputePlan
 from lightning_recompute.recompute import apply_recompute
 
@@ -72,6 +73,22 @@ class Gathers:
             patch.setattr(shard_placement, "all_gather", self.gather)
             patch.setattr(dist, "all_reduce", self.all_reduce)
             yield self
+
+
+@contextlib.contextmanager
+def noting_replays(model: Any, log: list[str]) -> Iterator[None]:
+    """Note which block is replayed; entered before recompute is applied."""
+    places = {block: index for index, block in enumerate(model.blocks)}
+    forward = OddBlock.forward
+
+    def noting(self: OddBlock, *args: Any, **kwargs: Any) -> Tensor:
+        if is_recomputing():
+            log.append(f"replay {places[self]}")
+        return forward(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OddBlock, "forward", noting)
+        yield
 
 
 def same_steps(

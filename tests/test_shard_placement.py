@@ -22,7 +22,7 @@ Found = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return in_ranks(check_all, tmp_path_factory.mktemp("shards"), limit=120)
+    return in_ranks(check_all, tmp_path_factory.mktemp("shards"), limit=300)
 
 
 def both(found: Found, check: str) -> list[Any]:
@@ -53,11 +53,12 @@ def test_one_gather_for_each_unit_and_backward(found: Found) -> None:
 
 def test_the_unit_before_is_on_its_way(found: Found) -> None:
     for results in both(found, "counts"):
-        log = results["one"]["order"]
         due = ["begin 0"]
-        for unit in range(NUM_BLOCKS):
-            due += [f"begin {unit + 1}"] * (unit + 1 < NUM_BLOCKS) + [f"wait {unit}"]
-        assert log == due
+        for number, block in enumerate(reversed(range(NUM_BLOCKS))):
+            due += [f"wait {number}", *[f"begin {number + 1}"] * (block > 0), f"replay {block}"]
+        assert results["one"]["order"] == due
+        due = ["begin 0", "wait 0", "begin 1", "replay 4", "replay 5", "wait 1", "begin 2", "replay 2", "replay 3"]
+        assert results["pairs"]["order"] == [*due, "wait 2", "replay 0", "replay 1"]
 
 
 def test_heads_are_kept_whole_and_hidden_states_are_not(found: Found) -> None:
@@ -73,12 +74,18 @@ def test_heads_are_kept_whole_and_hidden_states_are_not(found: Found) -> None:
             assert results["norm+core_attn" + zeros]["gathers"] == 16
             assert results["attn+norm" + zeros]["gathers"] == 16
         assert results["full"]["messages"] == []
+        attention = [message for message in results["attn+norm"]["messages"] if rank == 0]
+        assert [(level, "it is freed anyway" in message) for level, message in attention] == [("INFO", True)] * (
+            rank == 0
+        )
         if rank == 0:
             ((level, message),) = results["core_attn"]["messages"]
             assert level == "WARNING"
             assert message.startswith("blocks.*.attention: distribute_saved_activations saves nothing here: all inputs")
             assert f"{3 * 3 * 5 * 8 * 4} bytes a call" in message
             assert message.count("it differs between ranks") == 3
+            ((level, message),) = results["attn+norm"]["messages"]
+            assert (level, "it is freed anyway" in message) == ("INFO", True)
         else:
             assert results["core_attn"]["messages"] == []
 
@@ -115,8 +122,8 @@ def test_unit_inputs_are_halved(found: Found) -> None:
         saved = device["held"] - shard["held"]
         assert saved == pytest.approx(NUM_BLOCKS * (whole - part), abs=NUM_BLOCKS * 64)  # a digest, and what aligns it
         assert shard["dropped"] == shard["after"] == device["after"] == device["dropped"]
-        # while one unit is replayed the next is gathered; its parts and what is made of them
-        assert shard["peak"] < device["peak"] + whole
+        # two whole inputs, one replayed and one on its way, beside the parts
+        assert shard["peak"] <= device["peak"] - NUM_BLOCKS * (whole - part) + 2 * whole + NUM_BLOCKS * 64
 
 
 def test_nothing_stays(found: Found) -> None:
@@ -129,7 +136,7 @@ def test_nothing_stays(found: Found) -> None:
 def test_which_tensors_are_kept_in_parts(found: Found) -> None:
     parts = {"odd", "fp64", "bf16", "fp8", "transposed", "offset", "bf16 offset", "needs grad", "large"}
     for results in both(found, "tensors"):
-        assert {name for name, is_part in results.items() if is_part} == parts | {"almost constant"}
+        assert {name for name, is_part in results.items() if is_part} == parts | {"almost constant", "soon no zeros"}
 
 
 @pytest.mark.parametrize("case", ["alone", "not in it"])
@@ -148,7 +155,7 @@ def test_no_group_is_refused() -> None:
 
 def test_layouts_of_four_ranks(tmp_path: Path) -> None:
     """Case 55."""
-    for results in in_ranks(check_layouts, tmp_path, limit=100, num_processes=4):
+    for results in in_ranks(check_layouts, tmp_path, limit=150, num_processes=4):
         assert len(results) == 4
         assert problems(results) == {}
 
