@@ -133,6 +133,69 @@ class Norms(Net):
             block.norm = nn.BatchNorm1d(WIDTH)
 
 
+class Manual(Tied):
+    """Four backwards in a step, one of parts that are called from the step, one over two forwards."""
+
+    parallel: DataParallel | None = None
+    size = 1
+
+    def training_step(self, batch: Tensor, index: int = 0) -> Any:
+        first = Net.training_step(self, batch)
+        other = self(batch[:2]).mean()
+        self.manual_backward(first)
+        self.manual_backward(other * 2)
+        self.manual_backward((self(batch) * 2).square().mean())
+        self.manual_backward(self.head(self.embed(batch)).square().mean())
+
+    def manual_backward(self, loss: Tensor) -> None:
+        if self.parallel is None:
+            (loss / self.size).backward()
+            return
+        self.parallel.before_backward(loss)
+        loss.backward()
+        self.parallel.finish()
+
+
+class Differs(Net):
+    """One rank leaves out a block, and all leave out another."""
+
+    skips = False
+
+    def hidden(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for index, block in enumerate(self.blocks):
+            if index != 3 and not (index == 2 and self.skips):
+                x = block(x)
+        return x
+
+
+class AsForward(nn.Module):
+    """A module whose forward is another's step, as torch's DistributedDataParallel needs it."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.net.training_step(batch)
+
+
+class Stop(Exception):
+    pass
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, where: str) -> Tensor:
+        if where == "forward":
+            raise Stop
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise Stop
+
+
 def made(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     return build().to(dtype)
@@ -185,6 +248,23 @@ def difference(found: dict[str, Tensor | None], due: dict[str, Tensor | None]) -
             assert value.shape == other.shape, name
             worst = max(worst, (value - other).abs().max().item() / largest)
     return worst
+
+
+def looks(module: nn.Module) -> list[Any]:
+    """Everything of a module that sharding might change: classes, attributes, hooks, names, flags of parameters."""
+    modules = [
+        (
+            name,
+            type(part),
+            sorted((key, sorted(value) if isinstance(value, dict) else 0) for key, value in vars(part).items()),
+        )
+        for name, part in module.named_modules()
+    ]
+    parameters = [
+        (name, type(p.data), sorted(vars(p)), p.requires_grad, p.dtype, p.shape)
+        for name, p in module.named_parameters(remove_duplicate=False)
+    ]
+    return [*modules, *parameters]
 
 
 class Collectives(TorchDispatchMode):

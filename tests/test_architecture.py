@@ -65,6 +65,7 @@ COVERED_BY = {
     "printing": "test_inspect_command.py",
     "recompute": "test_recompute_names.py",
     "recompute_unit": "test_recompute_units.py",
+    "reduction": "test_data_parallel.py",
     "saved_states": "test_checkpoint_loading.py",
     "replicas": "test_shard_placement.py",
     "session": "test_strategy.py",
