@@ -1,6 +1,6 @@
 """The command line for any LightningModule: `lightning-recompute COMMAND --config FILE`.
 
-Commands are Lightning's (fit, validate, test, predict) and inspect, plan and compare.
+Commands are Lightning's (fit, validate, test, predict) and inspect, plan and compare; consolidate takes no config.
 
 A mistake in the user's arguments ends in one message and exit code 2; anything else keeps its traceback.
 """
@@ -34,6 +34,8 @@ from lightning_recompute.callbacks import MemoryReport, ThroughputReport
 from lightning_recompute.cli_messages import explain
 from lightning_recompute.command_config import is_sharded, num_replicas, recompute_entry
 from lightning_recompute.compare_command import compare
+from lightning_recompute.consolidate import SUBCOMMAND as CONSOLIDATE
+from lightning_recompute.consolidate import run as consolidate
 from lightning_recompute.data import TextDataModule
 from lightning_recompute.first_step import ON_ONE_DEVICE
 from lightning_recompute.gpt import GPT
@@ -54,7 +56,9 @@ EPILOG = """The arguments of a class:
   {program} fit --trainer.strategy.help RecomputeStrategy
   {program} fit --trainer.callbacks.help {callback}   (also {callbacks})
   {program} fit --model.help {model}
-  {program} fit --data.help {data}"""
+  {program} fit --data.help {data}
+One file of a checkpoint folder:
+  {program} consolidate CHECKPOINT_DIR FILE"""
 
 # The subcommands that look at the first step of a fit, and the one that runs others.
 LOOKING = {**INSPECT, **PLAN}
@@ -233,7 +237,10 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.path.insert(0, os.getcwd())
     _tidy_the_output()
     try:
-        RecomputeCLI()
+        if sys.argv[1:2] == [CONSOLIDATE]:
+            print(consolidate(sys.argv[2:], PROGRAM))
+        else:
+            RecomputeCLI()
     except (ValueError, TypeError, OSError, MisconfigurationException) as error:
         frames = list(traceback.walk_tb(error.__traceback__))
         modules = [str(frame.f_globals.get("__name__")) for frame, _ in frames[1:]]

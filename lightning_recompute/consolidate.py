@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import os
 import pickle
-import sys
 import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -72,12 +71,15 @@ def consolidate(
     return file
 
 
-def main(arguments: Sequence[str], program: str) -> None:
+def run(arguments: Sequence[str], program: str) -> str:
     """`lightning-recompute consolidate CHECKPOINT_DIR FILE`.
 
     Args:
         arguments: What follows the subcommand.
         program: The name of the program, for its help.
+
+    Returns:
+        What to tell the user.
 
     Raises:
         ValueError, OSError: As `consolidate`.
@@ -98,7 +100,7 @@ def main(arguments: Sequence[str], program: str) -> None:
     )
     given = parser.parse_args(arguments)
     made = consolidate(given.checkpoint_dir, given.file, overwrite=given.overwrite, weights_only=given.weights_only)
-    sys.stdout.write(f"{made}: {made.stat().st_size / 2**20:.1f} MiB\n")
+    return f"{made}: {made.stat().st_size / 2**20:.1f} MiB"
 
 
 class _Storage(torch.UntypedStorage):

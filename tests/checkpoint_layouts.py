@@ -9,7 +9,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpoint_toys import EVERY, LAYOUTS, build, differences, dumped, everything, join_world, train
+from checkpoint_toys import (
+    EVERY,
+    LAYOUTS,
+    Toy,
+    as_is,
+    build,
+    differences,
+    dumped,
+    everything,
+    join_world,
+    laid_out,
+    make_optimizers,
+    train,
+)
 
 from lightning_recompute.checkpoint_loading import load_sharded
 from lightning_recompute.optimizer_names import without_names
@@ -57,15 +70,29 @@ def save_all(folder: Path) -> None:
 def load_all(folder: Path) -> dict[str, list[str]]:
     """Load every folder and file under each layout of this number of processes; where values differ."""
     size = join()
+    return loaded(folder, size)
+
+
+def save_and_load_all(folder: Path) -> dict[str, list[str]]:
+    """`save_all` and `load_all` in one group of processes: the last one that saves."""
+    save_all(folder)
+    return loaded(folder, int(os.environ.get("WORLD_SIZE", 1)))
+
+
+def loaded(folder: Path, size: int) -> dict[str, list[str]]:
+    """See `load_all`."""
     found = {}
     for layout in LAYOUTS[size]:
-        for origin in EVERY:
+        module = laid_out(Toy(seed=5), layout)
+        for number, origin in enumerate(EVERY):
             due = torch.load(saved(folder, origin, "values"))
             for ending in ("ckpt", "file"):
                 # numbers of an ordinary file mean its own order
-                module, optimizers = build(layout, seed=5, reverse=ending == "ckpt")
+                optimizers = make_optimizers(module, reverse=ending == "ckpt")
                 checkpoint = load_sharded(saved(folder, origin, ending), module, optimizers)
-                wrong = differences(everything(module, optimizers), due)
+                # the whole once; collectives take their time
+                values = everything(module, optimizers) if number == 0 else everything(module, optimizers, copy=as_is)
+                wrong = differences(values, due)
                 wrong += [] if module.head.weight is module.embed.weight else ["no longer tied"]
                 wrong += [] if checkpoint["loops"] == {"fit_loop": {"progress": [1, 2]}} else ["loops"]
                 # training goes on from it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ def train(module: nn.Module, optimizers: list[Optimizer], steps: int = 3) -> Non
 
 def part_like(whole: Tensor, like: DTensor) -> Tensor:
     """A rank's part of a tensor, by torch's own list of chunks."""
-    made = torch.empty_like(like)
+    made = torch.empty_like(like, dtype=whole.dtype)
     (chunk,) = made.__create_chunk_list__()
     place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
     made.to_local().copy_(whole[place])
@@ -141,15 +142,22 @@ def whole(value: Any) -> Any:
     return [whole(part) for part in value] if isinstance(value, list) else value
 
 
-def everything(module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
-    """All values of a module and its optimizers, by name, to be compared; collective."""
+def as_is(value: Any) -> Any:
+    """Values in place of copies; `differences` looks at a rank's own part then."""
+    return value
+
+
+def everything(module: nn.Module, optimizers: list[Optimizer], copy: Callable[[Any], Any] = whole) -> dict[str, Any]:
+    """All values of a module and its optimizers, by name, to be compared."""
     states = [by_name(named_state(optimizer, module)) for optimizer in optimizers]
-    return {"module": whole(dict(module.state_dict())), "optimizers": [whole(dict(state)) for state in states]}
+    return {"module": copy(dict(module.state_dict())), "optimizers": [copy(dict(state)) for state in states]}
 
 
 def differences(found: Any, due: Any, path: str = "") -> list[str]:
     """Where two trees differ: bits of tensors, types, values; the order of parameters in a group does not count."""
     if isinstance(due, Tensor):
+        if isinstance(found, DTensor):
+            found, due = found.to_local(), part_like(due, found).to_local()
         same = isinstance(found, Tensor) and found.dtype == due.dtype and torch.equal(found, due)
         return [] if same else [path]
     if isinstance(due, dict):
