@@ -11,25 +11,21 @@ embeddings as well and change the numbers; under the true precisions they have t
 from __future__ import annotations
 
 import contextlib
-import logging
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_recompute.groups import ParallelGroups
-from lightning_recompute.reduction import GradientReduction, broadcast_from_first, local_part
-from lightning_recompute.whole import carry_over
-
-logger = logging.getLogger(__name__)
+from lightning_recompute.reduction import GradientReduction, broadcast_from_first
+from lightning_recompute.shard_choice import carry_over_all, parameters_apart
 
 Result = TypeVar("Result")
 Given = ParamSpec("Given")
@@ -49,6 +45,7 @@ class DataParallel(ABC):
                 raise ValueError(f"{name} makes sparse gradients, which are not averaged over ranks; take sparse=False")
         self.module = module
         self._group = groups.group("data")
+        self._norms = [part for part in module.modules() if isinstance(part, _NormBase)]
         broadcast_from_first([*module.parameters(), *module.buffers()], self._group)
 
     def run(self, step: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs) -> Result:
@@ -66,7 +63,7 @@ class DataParallel(ABC):
             What it returns.
         """
         if torch.is_grad_enabled() and self._reduction.active:
-            tracking = [part for part in self.module.modules() if isinstance(part, _NormBase) and part.training]
+            tracking = [part for part in self._norms if part.training]
             broadcast_from_first((buffer for part in tracking for buffer in part.buffers(False)), self._group)
         self._reduction.prepare()
         return step(*args, **kwargs)
@@ -159,11 +156,12 @@ class Sharded(DataParallel):
         self._depth = 0
         self._handles: list[RemovableHandle] = []
         self._states: list[Any] = []
-        former_keys = [(part, set(vars(part))) for part in module.modules()]
-        # a metric's hash changes with its state: modules are listed here, not keys
-        self._classes = [(part, type(part)) for part in module.modules()]
+        self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
+        self._added: list[tuple[nn.Module, set[str]]] = []
+        # lists: a metric's hash changes with its state
+        before = [(part, type(part), set(vars(part))) for part in module.modules()]
         former = dict(module.named_parameters(remove_duplicate=False))
-        whole, of_root = _kept_whole(module, units)
+        whole, of_root = parameters_apart(module, units)
         self._averaged = GradientReduction([p for p in module.parameters() if p in whole], self._group)
         options: dict[str, Any] = {
             "mesh": groups.data_mesh,
@@ -176,10 +174,12 @@ class Sharded(DataParallel):
             fully_shard(module, ignored_params=whole, **options)
             self._root: Any = module._get_fsdp_state()  # type: ignore[operator]
             self._root._lazy_init()
-            self._states = list(self._root._state_ctx.all_states)
-        finally:
-            self._added = [(part, set(vars(part)) - keys) for part, keys in former_keys]
-        _carry_over_all(former, dict(module.named_parameters(remove_duplicate=False)))
+        except BaseException:
+            self._remember(before)
+            self.remove()
+            raise
+        self._remember(before)
+        carry_over_all(former, dict(module.named_parameters(remove_duplicate=False)))
         if find_unused_parameters:
             module.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
         for state in self._states:
@@ -187,6 +187,12 @@ class Sharded(DataParallel):
             state._modules[0].unshard()
             state._modules[0].reshard()
         self._enter_by_own_hooks()
+
+    def _remember(self, before: Sequence[tuple[nn.Module, type[nn.Module], set[str]]]) -> None:
+        """Note what FSDP2 has changed."""
+        self._classes = [(part, cls) for part, cls, _ in before if type(part) is not cls]
+        self._added = [(part, set(vars(part)) - keys) for part, _, keys in before]
+        self._states = list(dict.fromkeys(part._get_fsdp_state() for part, _ in self._classes))  # type: ignore[operator]
 
     @property
     def _reduction(self) -> GradientReduction:
@@ -257,18 +263,48 @@ class Sharded(DataParallel):
             finally:
                 module.set_requires_gradient_sync(True)
 
+    # ---- steps that are only tried ----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
+        """Within, steps and their backwards leave no gradients but in `grad` of the module's parameters."""
+        gathered = [each for each in _managed(self._states) if hasattr(each, "_unsharded_param")]
+        former = [(each, each.unsharded_accumulated_grad, each.unsharded_param.grad) for each in gathered]
+        self.reset()
+        try:
+            yield
+        finally:
+            self.reset()
+            for each, accumulated, gradient in former:
+                each.unsharded_accumulated_grad = accumulated
+                each.unsharded_param.grad = gradient
+
+    @contextlib.contextmanager
+    def whole(self, block: nn.Module) -> Iterator[None]:
+        """Within, a unit has its parameters whole, and those that it shares with the root; collective."""
+        units: list[Any] = [
+            state._modules[0] for state in self._states if state is self._root or block in state._modules
+        ]
+        for unit in units:
+            unit.unshard()
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.reshard()
+
     # ---- the end ----------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """After an error in a step or backward: forget it. Gradients of that accumulation window are lost."""
         self._depth = 0
         self._averaged.prepare()
-        if not self._states:
-            return
-        self.module.reset_iter_state()  # type: ignore[operator]
+        if isinstance(self.module, FSDPModule):
+            self.module.reset_iter_state()
         for parameter in _managed(self._states):
             parameter.unsharded_accumulated_grad = None
-            parameter.unsharded_param.grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter.unsharded_param.grad = None
 
     def remove(self) -> None:
         """Take everything off the module, also after an error; the parameters stay sharded (see `make_whole`)."""
@@ -324,7 +360,15 @@ def shard(
 
     Returns:
         What runs the module's steps and removes itself.
+
+    Raises:
+        ValueError: A torch whose FSDP2 cannot forget a failed step.
     """
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        raise ValueError(
+            f"data_parallel='shard' needs torch 2.13 or later, found {torch.__version__}; upgrade torch, or take "
+            "data_parallel='replicate'"
+        )
     seen: set[nn.Module] = set()
     once: list[list[nn.Module]] = []
     for unit in units:
@@ -348,48 +392,3 @@ def _owners(state: Any) -> list[nn.Module]:
         info = parameter._module_info
         found += [part for part in (info.module, *info.shared_modules) if part not in found]
     return found
-
-
-def _carry_over_all(former: dict[str, nn.Parameter], new: dict[str, nn.Parameter]) -> None:
-    changed = {former[name]: parameter for name, parameter in new.items() if parameter is not former[name]}
-    for before, after in changed.items():
-        carry_over(before, after)
-    if num_hooked := sum(bool(parameter._backward_hooks) for parameter in changed):
-        logger.warning(
-            "%d parameters have a hook on their gradient (register_hook), which does not run with sharded data "
-            "parallelism; use register_post_accumulate_grad_hook, which sees the averaged gradient",
-            num_hooked,
-        )
-
-
-def _kept_whole(module: nn.Module, units: Sequence[Sequence[nn.Module]]) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
-    """Parameters that are not sharded, and those of units that what is outside of them uses as well."""
-    places: dict[nn.Module, int] = {}
-    for index, blocks in enumerate(units):
-        for block in blocks:
-            places.update((part, index) for part in block.modules() if part not in places)
-    users: dict[nn.Parameter, set[int]] = {}
-    root = len(units)
-    for part in module.modules():
-        for parameter in part._parameters.values():
-            if parameter is not None:
-                users.setdefault(parameter, set()).add(places.get(part, root))
-    whole = {
-        parameter
-        for parameter, found in users.items()
-        if (len(found) > 1 and root not in found)
-        or not parameter.ndim
-        or not local_part(parameter.detach()).is_contiguous()
-    }
-    of_root = {parameter for parameter, found in users.items() if root in found}
-    dtypes: dict[int, Counter[torch.dtype]] = {}
-    for parameter, found in users.items():
-        if parameter.requires_grad and parameter not in whole:
-            owner = root if root in found else min(found)
-            dtypes.setdefault(owner, Counter())[parameter.dtype] += parameter.numel()
-    for parameter, found in users.items():
-        if parameter.requires_grad and parameter not in whole:
-            owner = root if root in found else min(found)
-            if parameter.dtype != dtypes[owner].most_common(1)[0][0]:
-                whole.add(parameter)
-    return whole, of_root

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from data_parallel_toys import (
     Collectives,
     Crossed,
     Differs,
+    Dtypes,
     Fails,
     Frozen,
     Manual,
     Nested,
     Net,
     Norms,
+    PerRank,
     Shared,
     Stop,
     Tied,
@@ -40,6 +43,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import lightning_recompute.data_parallel as data_parallel
 from lightning_recompute.data_parallel import DataParallel, Sharded, replicate, shard
 from lightning_recompute.groups import ParallelGroups
+from lightning_recompute.ledger import Meter
 from lightning_recompute.memory import open_meter
 from lightning_recompute.plan import Full, RecomputePlan
 from lightning_recompute.policy import RecomputePolicy
@@ -47,7 +51,7 @@ from lightning_recompute.recompute import apply_recompute
 from lightning_recompute.whole import make_whole
 
 MODELS: dict[str, Callable[[], Any]] = {
-    cls.__name__: cls for cls in (Net, ByForward, Tied, Shared, Nested, Crossed, Frozen, Norms)
+    cls.__name__: cls for cls in (Net, ByForward, Tied, Shared, Nested, Crossed, Frozen, Norms, Dtypes)
 }
 
 
@@ -190,6 +194,39 @@ def check_ranks_that_differ(groups: ParallelGroups) -> float:
     return difference(gradients(module), gradients(plain))
 
 
+def check_unused(groups: ParallelGroups) -> dict[str, float]:
+    """Of sharded parameters: what one rank uses, and what none does, which has zeros for a gradient."""
+    rank, size = groups.rank("data"), groups.size("data")
+    (ranks,) = batches(1, size)
+    plain, module = made(PerRank), made(PerRank)
+    for index, batch in enumerate(ranks):
+        plain.rank = index
+        (plain.training_step(batch) / size).backward()
+    module.rank = rank
+    parallel = sharded(module, groups, find_unused_parameters=True)
+    step(parallel, ranks[rank])
+    found, due = gradients(module), gradients(plain)
+    parallel.remove()
+    never = [name for name, gradient in due.items() if gradient is None]
+    zeros = [found.pop(name) for name in never]
+    return {
+        "difference": difference(found, {name: due[name] for name in found}),
+        "num zeros": sum(gradient is not None and not gradient.any() for gradient in zeros),
+    }
+
+
+def check_refused(groups: ParallelGroups) -> tuple[str, bool]:
+    """Torch refuses the second unit: nothing is left of the first."""
+    module = made(Net)
+    before = looks(module)
+    try:
+        shard(module, groups, [[module.blocks[0]], [module.blocks]])
+    except ValueError as error:
+        make_whole(module)
+        return str(error), looks(module) == before
+    return "", False
+
+
 def check_evaluation_and_thawing(groups: ParallelGroups) -> dict[str, Any]:
     """Validation first, under inference_mode; then a step; then frozen blocks are trained as well."""
     rank, size = groups.rank("data"), groups.size("data")
@@ -291,6 +328,15 @@ def check_precisions(groups: ParallelGroups) -> dict[str, float]:
     return found
 
 
+def settled(meter: Meter) -> int:
+    """Live bytes when gloo's threads have let go of what they sent."""
+    found = []
+    for _ in range(20):
+        found.append(meter.live_bytes)
+        time.sleep(0.02)
+    return min(found)
+
+
 def check_memory(groups: ParallelGroups) -> dict[str, float]:
     """Bytes beyond the module's own parameters, as a part of them: held between steps, and at a step's peak."""
     (ranks,), found = batches(1, groups.size("data")), {}
@@ -302,7 +348,7 @@ def check_memory(groups: ParallelGroups) -> dict[str, float]:
         parallel: Any = replicate(module, groups) if kind == "replicate" else None
         for _ in range(2):
             module.zero_grad()
-            held = meter.live_bytes - before
+            held = settled(meter) - before
             meter.reset_peak()
             if parallel:
                 step(parallel, ranks[groups.rank("data")])
@@ -325,6 +371,8 @@ def check_two(folder: Path) -> dict[str, Any]:
         "accumulation": check_accumulation(groups),
         "manual": check_manual(groups),
         "ranks that differ": check_ranks_that_differ(groups),
+        "unused": check_unused(groups),
+        "refused": check_refused(groups),
         "evaluation": check_evaluation_and_thawing(groups),
         "removal": check_removal(groups),
         "precisions": check_precisions(groups),

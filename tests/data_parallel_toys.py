@@ -124,6 +124,16 @@ class Frozen(Net):
             block.norm.requires_grad_(False)
 
 
+class Dtypes(Net):
+    """A gain in another dtype than the rest of its block, where the rest is trained as well."""
+
+    def to(self, dtype: torch.dtype) -> Dtypes:  # type: ignore[override]
+        super().to(dtype)
+        self.blocks[1].gain = nn.Parameter(torch.full((WIDTH,), 1.5, dtype=torch.float32))
+        self.blocks[1].register_forward_hook(lambda block, args, output: output * block.gain)
+        return self
+
+
 class Norms(Net):
     """Batch norms, whose statistics follow the data."""
 
@@ -167,6 +177,21 @@ class Differs(Net):
             if index != 3 and not (index == 2 and self.skips):
                 x = block(x)
         return x
+
+
+class PerRank(Net):
+    """Ranks differ in which parts of a block they use; the parts of a last one nobody does."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.spare = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+            block.register_forward_hook(self.used)
+
+    def used(self, block: Any, args: Any, output: Tensor) -> Tensor:
+        return output + block.spare[self.rank](args[0])
 
 
 class AsForward(nn.Module):

@@ -69,6 +69,7 @@ COVERED_BY = {
     "saved_states": "test_checkpoint_loading.py",
     "replicas": "test_shard_placement.py",
     "session": "test_strategy.py",
+    "shard_choice": "test_data_parallel.py",
     "step_memory": "test_plan_command.py",
     "trials": "test_compare_command.py",
     "version": "test_package.py",

@@ -24,7 +24,9 @@ def test_gradients_are_those_of_one_process(two: list[dict[str, Any]]) -> None:
     for rank in two:
         due = {f"{name} {kind}" for name in MODELS for kind in ("shard 1", "shard 2", "replicate 1")}
         assert set(rank["models"]) == due
-        assert max(rank["models"].values()) < EXACT, rank["models"]
+        for name, difference in rank["models"].items():
+            # one of its parameters is in single precision
+            assert difference < (1e-7 if name.startswith("Dtypes") else EXACT), name
 
 
 def test_every_plan_accumulated_and_clipped(two: list[dict[str, Any]]) -> None:
@@ -62,6 +64,19 @@ def test_replicas_may_use_different_parameters(two: list[dict[str, Any]]) -> Non
     assert max(rank["ranks that differ"] for rank in two) < EXACT
 
 
+def test_sharded_ranks_may_use_different_parameters(two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        assert rank["unused"]["difference"] < EXACT
+        assert rank["unused"]["num zeros"] == 8  # a weight and a bias in each block
+
+
+def test_a_refused_module_is_as_it_was(two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        message, same = rank["refused"]
+        assert "forward" in message
+        assert same
+
+
 def test_validation_and_parameters_that_are_thawed(two: list[dict[str, Any]]) -> None:
     for rank in two:
         found = rank["evaluation"]
@@ -90,7 +105,7 @@ def test_replicas_hold_no_copies(two: list[dict[str, Any]]) -> None:
     for rank in two:
         found = rank["memory"]
         assert found["replicate held"] == pytest.approx(found["alone held"], abs=1e-3)
-        assert found["replicate peak"] == pytest.approx(found["alone peak"], abs=0.05)
+        assert found["replicate peak"] == pytest.approx(found["alone peak"], abs=0.1)
 
 
 # ---- beside tensor parallelism
