@@ -1,7 +1,8 @@
 """Folders that are whole or absent: written beside their final name, then put in its place.
 
 `NAME` is being written as `.NAME.saving`, and its writer holds a lock on that folder for as long as it lives: one
-that nobody locks was left by a process that ended while writing, and goes when something is saved next to it.
+that nobody locks was left by a process that ended while writing, and goes when something is saved next to it. So does
+what is being deleted, as `.NAME.removed`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ if sys.platform != "win32":
 
 SAVING = ".saving"
 REPLACED = ".replaced"
+REMOVED = ".removed"
 
 _HERE = -100  # AT_FDCWD
 _EXCHANGE = 2  # RENAME_EXCHANGE
@@ -52,13 +54,13 @@ def writing(path: str | os.PathLike[str]) -> Iterator[Path]:
         with _locked(folder) as ours:
             if not ours:
                 raise FileExistsError(f"{folder} is being written by another process; save under another name")
-            remove(folder)
+            _delete(folder)
     folder.mkdir()
     with _locked(folder):
         try:
             yield folder
         except BaseException:
-            remove(folder)
+            _delete(folder)
             raise
 
 
@@ -80,14 +82,14 @@ def publish(folder: Path, path: str | os.PathLike[str]) -> None:
         return
     if _exchange(folder, path):
         sync_folder(path.parent)
-        remove(folder)
+        _delete(folder)
         return
     older = path.with_name(f".{path.name}{REPLACED}")
-    remove(older)
+    _delete(older)
     os.rename(path, older)
     os.rename(folder, path)
     sync_folder(path.parent)
-    remove(older)
+    _delete(older)
 
 
 @contextlib.contextmanager
@@ -102,7 +104,7 @@ def set_aside(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
         return
     older = path.with_name(f".{path.name}{REPLACED}")
-    remove(older)
+    _delete(older)
     os.rename(path, older)
     try:
         yield
@@ -110,7 +112,7 @@ def set_aside(path: str | os.PathLike[str]) -> Iterator[None]:
         if not os.path.lexists(path):
             os.rename(older, path)
         raise
-    remove(older)
+    _delete(older)
 
 
 def clean(parent: Path) -> list[Path]:
@@ -125,28 +127,42 @@ def clean(parent: Path) -> list[Path]:
     gone = []
     for name in sorted(os.listdir(parent)):
         leftover = parent / name
-        if not name.startswith(".") or name in (SAVING, REPLACED):
+        if not name.startswith(".") or name in (SAVING, REPLACED, REMOVED):
             continue
         if name.endswith(REPLACED):
             path = parent / name[1 : -len(REPLACED)]
             if os.path.lexists(path):
-                remove(leftover)
+                _delete(leftover)
             else:
                 os.rename(leftover, path)
+            gone.append(leftover)
+        elif name.endswith(REMOVED) and leftover.is_dir():
+            _delete(leftover)
             gone.append(leftover)
         elif name.endswith(SAVING) and leftover.is_dir():
             with _locked(leftover) as ours:
                 if ours:
-                    remove(leftover)
+                    _delete(leftover)
                     gone.append(leftover)
     return gone
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Delete a file, a link or a folder with all it holds; nothing happens where nothing is."""
+    """Delete a file, a link or a folder with all it holds; nothing happens where nothing is.
+
+    A folder loses its name first, so that no part of it is taken for the whole, even after a crash.
+    """
     path = Path(path)
     if path.is_dir() and not path.is_symlink():
-        # a reader of the old name finds nothing, and never a part
+        hidden = path.with_name(f".{path.name}{REMOVED}")
+        _delete(hidden)
+        os.rename(path, hidden)
+        path = hidden
+    _delete(path)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 NAMES = "parameter_names"
@@ -25,7 +26,9 @@ def named_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     Returns:
         `optimizer.state_dict()`, numbered as always, and `NAMES`. torch and Lightning do not look at the latter.
     """
-    names = {parameter: name for name, parameter in module.named_parameters()}
+    names: dict[Any, str] = {}
+    for name, parameter in _parameters(module):
+        names.setdefault(parameter, name)
     listed = _listed(optimizer)
     found = [names.get(parameter, _UNNAMED.format(number)) for number, parameter in enumerate(listed)]
     state = optimizer.state_dict()
@@ -112,7 +115,7 @@ def matched(
         return dict(state)
     numbers = {name: number for number, name in enumerate(state[NAMES])}
     aliases: dict[Any, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for name, parameter in _parameters(module):
         aliases.setdefault(parameter, []).append(name)
     listed = _listed(optimizer)
     known = [aliases.get(parameter, [_UNNAMED.format(number)]) for number, parameter in enumerate(listed)]
@@ -139,6 +142,14 @@ def matched(
 
 def _is_torchs(state: Mapping[str, Any]) -> bool:
     return "state" in state and "param_groups" in state
+
+
+def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """All names, also of tied parameters; of sharded modules the parameters that optimizers have."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):  # after a forward without backward it may still have whole ones
+            part.reshard()
+    return list(module.named_parameters(remove_duplicate=False))
 
 
 def _listed(optimizer: Optimizer) -> list[Any]:

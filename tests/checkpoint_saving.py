@@ -19,7 +19,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
-from lightning_recompute.checkpoint_loading import load_module_state, load_optimizer_states, read_checkpoint
+from lightning_recompute.checkpoint_loading import (
+    load_module_state,
+    load_optimizer_states,
+    load_sharded,
+    read_checkpoint,
+)
 from lightning_recompute.optimizer_names import named_state
 from lightning_recompute.sharded_checkpoint import ShardedSaver, save_sharded
 
@@ -221,7 +226,22 @@ def stages(folder: Path) -> dict[str, Any]:
     }
 
 
-CASES = (asynchronous, removal, failing, replacing, refused, others, stages)
+def still_whole(folder: Path) -> dict[str, Any]:
+    """A sharded module after a forward without backward: parameters are not those that optimizers have."""
+    module, optimizers = build("shard", seed=1)
+    train(module, optimizers)
+    due = everything(module, optimizers)
+    module.unshard()
+    states = [named_state(optimizer, module) for optimizer in optimizers]
+    module.unshard()
+    save_sharded(folder / "a", {"state_dict": module.state_dict(), "optimizer_states": states})
+    again, others = build("shard", seed=2)
+    again.unshard()
+    load_sharded(folder / "a", again, others)
+    return {"wrong": differences(everything(again, others), due), "name": states[0]["parameter_names"][0]}
+
+
+CASES = (still_whole, asynchronous, removal, failing, replacing, refused, others, stages)
 
 
 def check_all(folder: Path) -> dict[str, Any]:

@@ -70,6 +70,7 @@ def laid_out(module: nn.Module, layout: str) -> nn.Module:
                     made[parameter] = nn.Parameter(spread, requires_grad=parameter.requires_grad)
                 setattr(owner, name, made[parameter])
     if "shard" in layout:
+        fully_shard(module.get_submodule("down"), mesh=groups.data_mesh)  # of another type
         fully_shard(module, mesh=groups.data_mesh)
     return module
 

@@ -118,6 +118,7 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -
 
 def test_other_hidden_files_stay(tmp_path: Path) -> None:
     (tmp_path / ".saving").mkdir()
+    (tmp_path / ".removed").mkdir()
     (tmp_path / ".note").write_text("x")
     (tmp_path / "z.saving").mkdir()
     (tmp_path / ".file.saving").write_text("x")
@@ -138,3 +139,22 @@ def test_a_file_takes_the_name_of_a_folder(tmp_path: Path) -> None:
     with set_aside(path):
         path.write_text("another")
     assert names(tmp_path) == ["x.ckpt"]
+
+
+def test_what_is_removed_loses_its_name_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.ckpt"
+    write(path, "1")
+
+    def stop(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folders.shutil, "rmtree", stop)
+        with pytest.raises(KeyboardInterrupt):
+            remove(path)
+    assert names(tmp_path) == [".x.ckpt.removed"]
+    write(path, "2")
+    assert names(tmp_path) == ["x.ckpt"]
+    remove(path)
+    remove(path)
+    assert names(tmp_path) == []

@@ -127,6 +127,10 @@ def test_ranks_with_parameters_of_their_own_make_one_checkpoint(seen: dict[str, 
     assert seen["stages"] == {"wrong": [], "momenta": [1.0, 1.0, 2.0, 2.0], "groups": 4}
 
 
+def test_a_sharded_module_that_is_whole_for_the_moment(seen: dict[str, Any]) -> None:
+    assert seen["still_whole"] == {"wrong": [], "name": "up.weight"}
+
+
 # ---- crashes
 
 
