@@ -256,12 +256,13 @@ class Sharded(DataParallel):
     def no_sync(self) -> Iterator[None]:
         """Backward within leaves each rank the gradients of the whole parameters, without communication of them."""
         module: Any = self.module
+        former = self._averaged.active
         with super().no_sync():
             module.set_requires_gradient_sync(False)
             try:
                 yield
             finally:
-                module.set_requires_gradient_sync(True)
+                module.set_requires_gradient_sync(former)
 
     # ---- steps that are only tried ----------------------------------------------------------------------
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from data_parallel_checks import MODELS, check_two
 from data_parallel_four_checks import check_four
 from distributed import in_ranks
 from plans import PLANS
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_recompute.data_parallel import replicate, shard
+from lightning_recompute.shard_choice import carry_over_all
 
 pytestmark = pytest.mark.xdist_group("data_parallel")
 
@@ -106,6 +114,28 @@ def test_replicas_hold_no_copies(two: list[dict[str, Any]]) -> None:
         found = rank["memory"]
         assert found["replicate held"] == pytest.approx(found["alone held"], abs=1e-3)
         assert found["replicate peak"] == pytest.approx(found["alone peak"], abs=0.1)
+
+
+@pytest.mark.parametrize("start", [replicate, lambda module, groups: shard(module, groups, [])])
+def test_sparse_gradients_are_refused(start: Callable[..., Any]) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2, sparse=True))
+    with pytest.raises(ValueError, match=r"1 makes sparse gradients.*sparse=False"):
+        start(module, None)
+
+
+def test_hooks_that_a_shard_does_not_run_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    former, new = ({"a": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(2))} for _ in range(2))
+    former["a"].register_hook(lambda gradient: None)
+    with caplog.at_level(logging.WARNING):
+        carry_over_all(former, new)
+    assert "1 parameters have a hook" in caplog.text
+
+
+def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(FSDPModule, "reset_iter_state")
+    groups: Any = None
+    with pytest.raises(ValueError, match="needs torch 2"):
+        shard(nn.Linear(2, 2), groups, [])
 
 
 # ---- beside tensor parallelism
