@@ -21,6 +21,7 @@ from lightning_recompute.transformer import (
     AttentionKernel,
     BlockConfig,
     Dropout,
+    EndOfBranch,
     Norm,
     TransformerBlock,
     check_positive,
@@ -29,7 +30,7 @@ from lightning_recompute.transformer import (
     rotary_tables,
     tensor_parallel_plan,
 )
-from lightning_recompute.vocabulary import cross_entropy, whole
+from lightning_recompute.vocabulary import cross_entropy, full_precision, whole
 
 Positions = Literal["learned", "rotary"]
 SizeName = Literal["gpt2", "gpt3-175b", "22b", "530b", "1t"]
@@ -172,21 +173,25 @@ class GPT(LightningModule):
     def init_weights(self) -> None:
         """Set every weight as GPT-2 does: normal(0, 0.02), on the way back to the residual stream 0.02 / √(2L).
 
-        Also what makes a model real that was built on the meta device, after `to_empty`, which breaks the tie of the
-        head and leaves the metrics' sums undefined.
+        It also makes a model real that was built on the meta device, after `to_empty`, which breaks the head's tie.
         """
         if self.tied_head:
             self.head.weight = self.token_embedding.weight
-        std, residual_std = 0.02, 0.02 / math.sqrt(2 * len(self.blocks))
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=residual_std if name.endswith(("o_proj", "down_proj")) else std)
-                if isinstance(module, nn.Linear) and module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
-                module.reset_parameters()
-        device = self.token_embedding.weight.device
-        self.val_perplexity, self.test_perplexity = Perplexity().to(device), Perplexity().to(device)
+        for module in self.modules():
+            self._init_weights(module)
+        weight = self.token_embedding.weight
+        with torch.device("cpu") if weight.is_meta else weight.device:
+            self.val_perplexity, self.test_perplexity = Perplexity(), Perplexity()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Set one module's own weights; found by this name, as Hugging Face's is."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            shrink = math.sqrt(2 * len(self.blocks)) if isinstance(module, EndOfBranch) else 1
+            nn.init.normal_(module.weight, std=0.02 / shrink)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            module.reset_parameters()
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of the next token at every position.
@@ -204,7 +209,7 @@ class GPT(LightningModule):
         return whole(self.divided_logits(tokens))
 
     def divided_logits(self, tokens: Tensor) -> Tensor:
-        """As forward; where tensor-parallel ranks share the head, a DTensor (b, s, V) with their parts of V."""
+        """As forward; where ranks share the head, a DTensor (b, s, V) with their parts of V."""
         check_tokens(tokens, "(b, s)")
         s = tokens.shape[1]
         if not 1 <= s <= self.max_length:
@@ -276,8 +281,8 @@ class GPT(LightningModule):
         self.log("train_loss", loss, prog_bar=True, batch_size=len(batch))
         return loss
 
-    # Perplexity sums begin anew at each epoch's start, in float32: bf16-true would keep them in 16 bit, and the reset
-    # at the end of `validate` leaves tensors of inference mode, which a later `fit` may not change.
+    # Perplexity sums begin anew at each epoch's start, in float32: bf16-true would keep them in 16 bit, and `validate`
+    # leaves tensors of inference mode, which a later `fit` may not change.
     def on_validation_epoch_start(self) -> None:
         """Clear `val_perplexity`."""
         self.val_perplexity.set_dtype(torch.float32).reset()
@@ -384,11 +389,6 @@ def split_batch(batch: Tensor) -> tuple[Tensor, Tensor]:
     if batch.shape[1] < 2:
         raise ValueError(f"found a batch of shape {tuple(batch.shape)}; (b, s + 1) is due: at least two tokens a row")
     return batch[:, :-1], batch[:, 1:].long()
-
-
-def full_precision(logits: Tensor) -> Tensor:
-    """Logits in float32 where they came in 16 bit: softmax over a vocabulary needs it."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def warmup_cosine(step: int, warmup: int, total: int, floor: float) -> float:

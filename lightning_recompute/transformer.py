@@ -110,7 +110,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.bias)
         self.core_attn = CoreAttention(config.attention, config.attention_dropout)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
+        self.o_proj = EndOfBranch(config.hidden_size, config.hidden_size, bias=config.bias)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Hidden states (b, s, h) in, (b, s, h) out."""
@@ -172,7 +172,7 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(h, f, bias=config.bias) if gated else None
         self.up_proj = nn.Linear(h, f, bias=config.bias)
         self.act = SwiGLU() if gated else nn.GELU(approximate="tanh")
-        self.down_proj = nn.Linear(f, h, bias=config.bias)
+        self.down_proj = EndOfBranch(f, h, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Hidden states (b, s, h) in, (b, s, h) out."""
@@ -180,6 +180,10 @@ class MLP(nn.Module):
         inner = self.act(up) if self.gate_proj is None else self.act(self.gate_proj(x), up)
         y: Tensor = self.down_proj(inner)
         return y
+
+
+class EndOfBranch(nn.Linear):
+    """The linear that leads back to the residual stream: its weights start smaller (Radford et al. 2019, 2.3)."""
 
 
 class SwiGLU(nn.Module):

@@ -48,13 +48,17 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     Returns:
         A scalar, in float32 where the logits have 16 bit; alike on all ranks.
     """
-    dtype = torch.promote_types(logits.dtype, torch.float32)
     if not isinstance(logits, DTensor):
-        return F.cross_entropy(logits.to(dtype).flatten(0, -2), targets.flatten())
-    local = logits.to_local().to(dtype).flatten(0, -2)
+        return F.cross_entropy(full_precision(logits).flatten(0, -2), targets.flatten())
+    local = full_precision(logits.to_local()).flatten(0, -2)
     apply: Any = _DividedCrossEntropy.apply  # torch leaves it untyped
     losses: Tensor = apply(local, targets.flatten(), logits.device_mesh.get_group())
     return losses.mean()
+
+
+def full_precision(logits: Tensor) -> Tensor:
+    """Logits in float32 where they came in 16 bit: softmax over a vocabulary needs it."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def whole(logits: Tensor) -> Tensor:
