@@ -188,7 +188,8 @@ def others(folder: Path) -> dict[str, Any]:
     module, _ = build("tensor+shard" if dist.get_world_size() == 4 else "tensor", seed=1)
     weight = module.up.weight.detach()
     part = {"nested": [weight, (weight + 1, "text")], "direct": weight + 2, "whose": torch.tensor(rank)}
-    state = {**module.state_dict(), "mean": torch.full((4,), float(rank))}
+    # statistics of normalisation layers differ between ranks, and belong together
+    state = {**module.state_dict(), **{f"mean{number}": torch.full((4,), float(rank)) for number in range(8)}}
     save_sharded(folder / "a", {"state_dict": state, "callbacks": {"EMA": part}, "mine": {"rank": rank}})
     found = read_checkpoint(folder / "a", weights_only=True)
     ema, due = found["callbacks"]["EMA"], weight.full_tensor()
@@ -196,7 +197,11 @@ def others(folder: Path) -> dict[str, Any]:
         "list": torch.equal(ema["nested"][0], due),
         "tuple": torch.equal(ema["nested"][1][0], due + 1) and ema["nested"][1][1] == "text",
         "dict": torch.equal(ema["direct"], due + 2),
-        "whose": [int(ema["whose"]), found["mine"]["rank"], float(found["state_dict"]["mean"][0])],
+        "whose": [
+            int(ema["whose"]),
+            found["mine"]["rank"],
+            sum(float(found["state_dict"][f"mean{number}"][0]) for number in range(8)),
+        ],
         "types": [type(part).__name__ for part in ema["nested"]],
     }
 
