@@ -102,10 +102,12 @@ class _Entry:
     def __init__(self, unit: _UnitInputs, name: str, tensors: Sequence[Tensor], verdicts: Sequence[Verdict]) -> None:
         self.name = name
         self._unit = unit
-        self._shards = [
+        can_shard = [
             verdict.shards is True and unit.store.replicas.can_shard(tensor)
             for tensor, verdict in zip(tensors, verdicts, strict=True)
         ]
+        device = unit.device or _device_of([t for t, can in zip(tensors, can_shard, strict=True) if can])
+        self._shards = [can and t.device == device for t, can in zip(tensors, can_shard, strict=True)]
         whole = [tensor for tensor, shards in zip(tensors, self._shards, strict=True) if not shards]
         self._whole: SavedInputs | None = _ON_DEVICE.save(whole) if whole else None
         self.slots: list[_Slot] = []
@@ -123,7 +125,7 @@ class _Entry:
         self.num_bytes = start + _DIGEST_BYTES * len(flats)
         self.part: Tensor | None = None
         if flats:
-            self.part = torch.empty(self.num_bytes, dtype=torch.uint8, device=flats[0].device)
+            self.part = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
             torch.stack(list(map(digest, flats)), out=self.part[start:].view(torch.int64))
             for slot, elements in zip(self.slots, flats, strict=True):
                 self._copy_part(slot, elements)
@@ -151,7 +153,7 @@ class _UnitInputs:
     def __init__(self, store: ShardPlacement) -> None:
         self.store = store
         self._entries: list[tuple[weakref.ref[_Entry], int]] = []
-        self._device: torch.device | None = None
+        self.device: torch.device | None = None
         self._before: _UnitInputs | None = None
         # the same on all ranks, as whether an entry is alive may not be
         self._asked = 0
@@ -168,7 +170,7 @@ class _UnitInputs:
         entry = _Entry(self, name, tensors, self.store.replicas.judge(tensors, name, known, not self._entries))
         if entry.part is not None:
             if not self._entries:
-                self._device = entry.part.device
+                self.device = entry.part.device
                 self._before = None if learned is None else self.store.follow(self, learned)
             self._entries.append((weakref.ref(entry), entry.num_bytes))
         return entry
@@ -208,13 +210,13 @@ class _UnitInputs:
             if entry is not None:
                 starts[id(entry)] = start
             part = None if entry is None else entry.part
-            parts.append(part if part is not None else torch.zeros(num_bytes, dtype=torch.uint8, device=self._device))
+            parts.append(part if part is not None else torch.zeros(num_bytes, dtype=torch.uint8, device=self.device))
             # entries lie behind one another: each must begin where any dtype may
             rest = -num_bytes % _ALIGNMENT
-            parts += [torch.zeros(rest, dtype=torch.uint8, device=self._device)] if rest and len(live) > 1 else []
+            parts += [torch.zeros(rest, dtype=torch.uint8, device=self.device)] if rest and len(live) > 1 else []
             start += num_bytes + (rest if len(live) > 1 else 0)
         part = torch.cat(parts) if len(parts) > 1 else parts[0]
-        output = torch.empty(self.store.num_ranks, start, dtype=torch.uint8, device=self._device)
+        output = torch.empty(self.store.num_ranks, start, dtype=torch.uint8, device=self.device)
         work = all_gather(output.view(-1), part, self.store.group)
         if not starts:  # of a graph that is gone here, and perhaps not yet elsewhere
             work.wait()
@@ -271,3 +273,9 @@ class ShardPlacement:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         return torch.cuda.stream(self._streams[device])
+
+
+def _device_of(tensors: Sequence[Tensor]) -> torch.device | None:
+    """The one device whose tensors are kept in parts: the accelerator before the CPU."""
+    devices = sorted((tensor.device for tensor in tensors), key=lambda device: device.type == "cpu")
+    return devices[0] if devices else None

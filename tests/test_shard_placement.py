@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from distributed import in_ranks
-from shard_checks import FULL, NUM_BLOCKS, check_all, check_layouts
+from shard_checks import DEEP, FULL, NUM_BLOCKS, check_all, check_layouts
 from shard_models import LENGTH, MANY, ROWS, WIDTH, Odd, on_shards
 from torch import nn
 
@@ -120,17 +120,15 @@ def test_unit_inputs_are_halved(found: Found) -> None:
     for results in both(found, "memory"):
         device, shard = results["device"], results["shard"]
         saved = device["held"] - shard["held"]
-        assert saved == pytest.approx(NUM_BLOCKS * (whole - part), abs=NUM_BLOCKS * 64)  # a digest, and what aligns it
-        assert shard["dropped"] == shard["after"] == device["after"] == device["dropped"]
-        # two whole inputs, one replayed and one on its way, beside the parts
-        assert shard["peak"] <= device["peak"] - NUM_BLOCKS * (whole - part) + 2 * whole + NUM_BLOCKS * 64
+        assert saved == pytest.approx(DEEP * (whole - part), abs=DEEP * 64)  # a digest, and what aligns it
+        assert [results[name][when] for name in results for when in ("after", "dropped")] == [0] * 4
+        # beside the parts there are whole: what is replayed, what is on its way, and what gloo has not let go of
+        assert shard["peak"] <= device["peak"] - saved + 4 * whole
 
 
 def test_nothing_stays(found: Found) -> None:
     for results in both(found, "leaks"):
-        for live in results.values():
-            assert live[1:] == live[1:2] * 3
-            assert live[-1] == 0 or live[-1] < replicas._COLUMNS * 8 + 64
+        assert results == {"one": [0] * 4, "pairs": [0] * 4}
 
 
 def test_which_tensors_are_kept_in_parts(found: Found) -> None:
