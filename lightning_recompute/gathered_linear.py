@@ -76,14 +76,13 @@ class _GatheredLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
         part, weight = ctx.saved_tensors
-        of_input = gradient @ weight if ctx.needs_input_grad[0] else None
         rows = gradient.flatten(0, -2)
         of_weight = of_bias = None
-        if ctx.needs_input_grad[2]:
-            whole = ctx.readers.whole(part, ctx.dim, ctx.group)
-            of_weight = rows.t() @ whole.flatten(0, -2)
+        if ctx.needs_input_grad[2]:  # first, so that the whole sequence is gone when its gradient comes
+            of_weight = rows.t() @ ctx.readers.whole(part, ctx.dim, ctx.group).flatten(0, -2)
         if ctx.needs_input_grad[3]:
             of_bias = rows.sum(0)
+        of_input = gradient @ weight if ctx.needs_input_grad[0] else None
         return of_input, None, of_weight, of_bias, None, None, None
 
 
