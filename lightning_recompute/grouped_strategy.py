@@ -14,10 +14,13 @@ from torch.nn.modules.batchnorm import SyncBatchNorm
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_recompute.clipping import clip_norm, clip_value
+from lightning_recompute.clipping import OverflowAgreement, clip_norm, clip_value
+from lightning_recompute.grouped_step import GroupedStep
 from lightning_recompute.groups import ParallelGroups, data_size
 from lightning_recompute.lightning_private import ReplicatedStrategy, set_device_mesh
+from lightning_recompute.materialize import Materializer
 from lightning_recompute.parallel import ParallelModule, ParallelSettings, check_same_batch
+from lightning_recompute.tried_step import LONE_STEP, TriedStep
 
 
 class GroupedStrategy(ReplicatedStrategy):
@@ -46,6 +49,7 @@ class GroupedStrategy(ReplicatedStrategy):
         self._parallel: ParallelModule | None = None
         self._restore: list[tuple[Any, str, Any]] = []
         self._first_batch = True
+        self._overflow: OverflowAgreement | None = None
 
     # ---- the groups
 
@@ -99,19 +103,22 @@ class GroupedStrategy(ReplicatedStrategy):
 
     def divide_module(self, trainer: pl.Trainer) -> None:
         """Divide the module over the tensor-parallel ranks, before recompute is applied."""
+        assert self.lightning_module is not None
+        seed = self.broadcast(torch.initial_seed())
         if not self.is_grouped:
+            Materializer(self.lightning_module, self.root_device, seed)(self.lightning_module.modules())
             return
         assert self._groups is not None
-        assert self.lightning_module is not None
-        self._parallel = ParallelModule(self.lightning_module, self._groups, self.settings)
+        self._parallel = ParallelModule(self.lightning_module, self._groups, self.settings, seed)
         self._parallel.divide(self.block_names)
         group = self._groups.group("data")
         for part in self.lightning_module.modules():
             if isinstance(part, Metric | SyncBatchNorm):
                 self._set(part, "process_group", group)
-        if clip := self.precision_plugin:
-            self._set(clip, "clip_grad_by_norm", _clip_by_norm)
-            self._set(clip, "clip_grad_by_value", _clip_by_value)
+        self._set(self.precision_plugin, "clip_grad_by_norm", _clip_by_norm)
+        self._set(self.precision_plugin, "clip_grad_by_value", _clip_by_value)
+        if isinstance(scaler := getattr(self.precision_plugin, "scaler", None), torch.amp.GradScaler):
+            self._overflow = OverflowAgreement(scaler)
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of an object of the user's, until teardown."""
@@ -137,6 +144,14 @@ class GroupedStrategy(ReplicatedStrategy):
     def units_of_blocks(self) -> list[list[nn.Module]]:
         """Blocks that are recomputed together, and so have to be sharded together."""
         return []
+
+    def tried_step(self, has_middle: bool) -> TriedStep:
+        """How a step is run that is only measured.
+
+        Args:
+            has_middle: Whether more than two backwards may come before an optimizer's step.
+        """
+        return LONE_STEP if self._parallel is None else GroupedStep(self._parallel, has_middle)
 
     # ---- a step
 
@@ -210,9 +225,12 @@ class GroupedStrategy(ReplicatedStrategy):
             vars(owner).pop(name, None)
             if former is not _ABSENT:
                 object.__setattr__(owner, name, former)
+        if self._overflow is not None:
+            self._overflow.remove()
+            self._overflow = None
         if parallel is not None:
             parallel.remove()
-            if self._peers_listen:
+            if self._peers_listen and not parallel.stays_apart:
                 parallel.make_whole(self.optimizers, torch.device("cpu"))
         if self.lightning_module is not None and self._groups is not None:
             set_device_mesh(self.lightning_module, None)

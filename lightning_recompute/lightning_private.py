@@ -36,6 +36,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_recompute.materialize import move_values
+
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 Value = TypeVar("Value")
 
@@ -267,7 +269,7 @@ class ReplicatedStrategy(ParallelStrategy):
     def model_to_device(self) -> None:
         """Move the module to this process's device."""
         assert self.model is not None
-        self.model.to(self.root_device)
+        move_values(self.model, self.root_device)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Arm the gradient reduction where the user calls backward (manual optimization)."""

@@ -47,18 +47,21 @@ class Materializer:
         self._initializers = dict(_initializers(root))
         self._made: dict[nn.Parameter, nn.Parameter] = {}
 
-    def __call__(self, modules: Iterable[nn.Module]) -> None:
-        """Give values to modules and all that is inside of them; those that have some stay as they are.
+    def __call__(self, parts: Iterable[nn.Module]) -> dict[nn.Parameter, nn.Parameter]:
+        """Give values to the own parameters and buffers of modules; those that have some stay as they are.
 
         Args:
-            modules: The modules.
+            parts: The modules, without what is inside of them.
+
+        Returns:
+            For each parameter that has been exchanged since the beginning the new one.
 
         Raises:
             ValueError: Nothing says what a module starts from.
         """
-        for module in modules:
-            for part in module.modules():
-                self._make(part)
+        for part in parts:
+            self._make(part)
+        return self._made
 
     def _make(self, part: nn.Module) -> None:
         due = {name: p for name, p in part._parameters.items() if p is not None and p.is_meta}
@@ -115,15 +118,18 @@ class Materializer:
             )
 
 
-def gather_over_data(modules: Iterable[nn.Module]) -> None:
-    """Undo a sharding over `data` that an earlier fit left, for some modules; collective.
+def gather_over_data(parts: Iterable[nn.Module], known: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Undo a sharding over `data` that an earlier fit left, for the own parameters of some modules; collective.
 
     Args:
-        modules: The modules; parameters end divided over `tensor`, or whole.
+        parts: The modules, without what is inside of them; parameters end divided over `tensor`, or whole.
+        known: For each parameter that was exchanged the new one; added to.
     """
 
     def convert(name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         value = parameter.data
+        if parameter in known:
+            return known[parameter]
         if not isinstance(value, DTensor) or "data" not in (value.device_mesh.mesh_dim_names or ()):
             return None
         axis = (value.device_mesh.mesh_dim_names or ()).index("data")
@@ -138,8 +144,8 @@ def gather_over_data(modules: Iterable[nn.Module]) -> None:
         return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
     with torch.no_grad():
-        for module in modules:
-            replace_parameters(module, convert)
+        for part in parts:
+            known |= replace_parameters(_Alone(part), convert)
 
 
 def _initializers(root: nn.Module) -> Iterable[tuple[nn.Module, Callable[[nn.Module], None]]]:

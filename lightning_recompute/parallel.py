@@ -14,11 +14,14 @@ from typing import Any, Literal, ParamSpec, TypeVar, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
-from lightning_recompute.data_parallel import DataParallel, replicate, shard
+from lightning_recompute.data_parallel import DataParallel, replicate
 from lightning_recompute.groups import ParallelGroups
+from lightning_recompute.materialize import Materializer, gather_over_data, is_meta
+from lightning_recompute.sharding import shard
 from lightning_recompute.tensor_parallel import TensorParallel, apply_tensor_parallel
 from lightning_recompute.tensor_plan import Plan
 from lightning_recompute.whole import make_whole
@@ -75,14 +78,21 @@ class ParallelModule:
         module: The module, on its device, alike on all ranks of a tensor-parallel group.
         groups: The groups.
         settings: What the user said.
+        seed: Where the values come from of what is on the meta device; the same on all ranks.
     """
 
-    def __init__(self, module: nn.Module, groups: ParallelGroups, settings: ParallelSettings) -> None:
+    def __init__(self, module: nn.Module, groups: ParallelGroups, settings: ParallelSettings, seed: int = 0) -> None:
         self.module = module
         self.groups = groups
         self.settings = settings
+        self._seed = seed
+        self.stays_apart = is_meta(module) or any(isinstance(p.data, DTensor) for p in module.parameters())
+        """Whether the module was never whole on one rank, and is not to be."""
         self._tensor: TensorParallel | None = None
         self._data: DataParallel | None = None
+        # modules that have their values, and parameters that were exchanged for that
+        self._prepared: set[int] = set()
+        self._gathered: dict[nn.Parameter, nn.Parameter] = {}
         self._syncs = True
         self._checked = False
 
@@ -95,6 +105,9 @@ class ParallelModule:
         Raises:
             ValueError: See `apply_tensor_parallel`.
         """
+        shards = self.settings.data == "shard" and self.groups.size("data") > 1
+        if self.stays_apart and not shards:
+            gather_over_data(self.module.modules(), self._gathered)
         if self.settings.tensor > 1:
             self._tensor = apply_tensor_parallel(
                 self.module,
@@ -103,6 +116,9 @@ class ParallelModule:
                 sequence_parallel=self.settings.sequence,
                 blocks=blocks,
             )
+        self._materialize = Materializer(self.module, torch.device(self.groups.mesh.device_type), self._seed)
+        if not shards:
+            self._materialize(self.module.modules())
 
     def spread(self, units: Sequence[Sequence[nn.Module]], find_unused_parameters: bool = False) -> None:
         """Replicate or shard the module over `data`; collective.
@@ -114,9 +130,36 @@ class ParallelModule:
         if self.groups.size("data") == 1:
             return
         if self.settings.data == "shard":
-            self._data = shard(self.module, self.groups, units, find_unused_parameters=find_unused_parameters)
+            self._data = shard(
+                self.module,
+                self.groups,
+                units,
+                find_unused_parameters=find_unused_parameters,
+                prepare=self._prepare if self.stays_apart else None,
+            )
         else:
             self._data = replicate(self.module, self.groups)
+
+    @property
+    def tensor(self) -> TensorParallel | None:
+        """What divides it over `tensor`; None where nothing does."""
+        return self._tensor
+
+    @property
+    def data(self) -> DataParallel | None:
+        """What replicates or shards it over `data`; None where nothing does."""
+        return self._data
+
+    @property
+    def syncs(self) -> bool:
+        """Whether backward communicates gradients; not under `no_sync`."""
+        return self._syncs
+
+    def _prepare(self, modules: Sequence[nn.Module]) -> dict[nn.Parameter, nn.Parameter]:
+        parts = [part for module in modules for part in module.modules() if id(part) not in self._prepared]
+        self._prepared |= {id(part) for part in parts}
+        gather_over_data(parts, self._gathered)
+        return self._gathered | self._materialize(parts)
 
     # ---- a step
 

@@ -79,28 +79,28 @@ class TensorParallel:
             ValueError: There are some, or some that are alike where each rank should have made a part.
         """
         named = [
-            (name, parameter.grad)
+            (name, gradient, place)
             for name, parameter in self.module.named_parameters()
-            if isinstance(parameter.grad, DTensor) and not any(map(Placement.is_shard, parameter.grad.placements))
+            if isinstance(gradient := parameter.grad, DTensor)
+            and ((place := _place(gradient)).is_replicate() or place.is_partial())
         ]
         if not named:
             return
-        local = [gradient.to_local().double() for _, gradient in named]
+        local = [gradient.to_local().double() for _, gradient, _ in named]
         found = torch.stack([torch.stack((value.sum(), value.abs().sum())) for value in local])
         everyone = [torch.empty_like(found) for _ in range(self.region.group.size())]
         torch.distributed.all_gather(everyone, found, group=self.region.group)
         ranks = torch.stack(everyone)  # (t, n, 2)
         spread = (ranks.amax(0) - ranks.amin(0)).amax(-1)
         scale = ranks[..., 1].amax(0)
-        for index, (name, gradient) in enumerate(named):
-            is_part = any(map(Placement.is_partial, gradient.placements))
-            if not is_part and spread[index] > 1e-2 * scale[index]:
+        for index, (name, _, place) in enumerate(named):
+            if place.is_replicate() and spread[index] > 1e-2 * scale[index]:
                 raise ValueError(
                     f"{name} is alike on all tensor-parallel ranks, and its gradients are not: it works on what each "
                     "rank has of its own (heads, a part of the sequence). Give its module the style "
                     "'replicated_with_grad_allreduce' in the tensor-parallel plan"
                 )
-            if is_part and scale[index] > 0 and spread[index] == 0:
+            if place.is_partial() and scale[index] > 0 and spread[index] == 0:
                 raise ValueError(
                     f"{name} should get a part of its gradient on each tensor-parallel rank, and got the same on all: "
                     "it works on whole sequences. Give its module the style 'replicate' in the tensor-parallel plan"
@@ -162,6 +162,11 @@ def apply_tensor_parallel(
         if styles.get(name) in (None, "replicate", "dropout") and part not in inside
     ]
     return TensorParallel(module, region, patches, unnamed)
+
+
+def _place(gradient: DTensor) -> Placement:
+    """Where a gradient is along the axis `tensor`, the last of any mesh that has it."""
+    return gradient.placements[-1] if "tensor" in (gradient.device_mesh.mesh_dim_names or ()) else Replicate()
 
 
 def _blocks_if_any(module: nn.Module, blocks: str | Sequence[str] | None) -> list[BlockList]:

@@ -40,14 +40,15 @@ from plans import PLANS
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-import lightning_recompute.data_parallel as data_parallel
-from lightning_recompute.data_parallel import DataParallel, Sharded, replicate, shard
+import lightning_recompute.sharding as sharding
+from lightning_recompute.data_parallel import DataParallel, replicate
 from lightning_recompute.groups import ParallelGroups
 from lightning_recompute.ledger import Meter
 from lightning_recompute.memory import open_meter
 from lightning_recompute.plan import Full, RecomputePlan
 from lightning_recompute.policy import RecomputePolicy
 from lightning_recompute.recompute import apply_recompute
+from lightning_recompute.sharding import Sharded, shard
 from lightning_recompute.whole import make_whole
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -314,11 +315,11 @@ def check_precisions(groups: ParallelGroups) -> dict[str, float]:
         due = gradients(theirs.net)
         for cast in (False, True) if precision == "bf16-mixed" else (False,):
             module = made(Tied, dtype)
-            policy = data_parallel.MixedPrecisionPolicy
+            policy = sharding.MixedPrecisionPolicy
             if cast:
-                data_parallel.MixedPrecisionPolicy = lambda **_: MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+                sharding.MixedPrecisionPolicy = lambda **_: MixedPrecisionPolicy(torch.bfloat16, torch.float32)
             parallel = sharded(module, groups)
-            data_parallel.MixedPrecisionPolicy = policy
+            sharding.MixedPrecisionPolicy = policy
             with mixed:
                 loss = parallel.run(module.training_step, batch)
             loss.backward()

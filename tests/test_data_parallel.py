@@ -15,8 +15,9 @@ from plans import PLANS
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_recompute.data_parallel import replicate, shard
+from lightning_recompute.data_parallel import replicate
 from lightning_recompute.shard_choice import carry_over_all
+from lightning_recompute.sharding import shard
 
 pytestmark = pytest.mark.xdist_group("data_parallel")
 
