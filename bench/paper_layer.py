@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import report
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -259,9 +260,10 @@ def main() -> None:
         ranks = [torch.load(Path(folder) / str(rank)) for rank in range(NUM_RANKS)]
     tables, figures = [], {}
     for index, sizes in enumerate(SIZES):
-        table = Table("", "x sbh", "paper", "counted", *(extras := VARIANTS["none"].extras(sizes)), "ratio")
+        left_out = VARIANTS["none"].extras(sizes)
+        table = Table("bytes / sbh", "paper", "counted", *left_out, "ratio", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         table.title = f"Bytes of a layer: s {sizes.length}, b {sizes.rows}, h {sizes.hidden}, a {sizes.heads}, t 2"
-        for column in table.columns[2:]:
+        for column in table.columns[1:]:
             column.justify = "right"
         for name, variant in VARIANTS.items():
             counted = max(rank[index][name] for rank in ranks)
@@ -269,7 +271,7 @@ def main() -> None:
             ratio = (counted - sum(extras.values())) / due
             figures[name] = round(ratio, 6)
             cells = (f"{number:,}" for number in (due, counted, *extras.values()))
-            table.add_row(name, variant.formula, *cells, f"{ratio:.6f}")
+            table.add_row(f"{name}: {variant.formula}", *cells, f"{ratio:.4f}")
         tables.append(table)
     notes = [
         "bfloat16, dropout 0.1, eager attention, t 2 (none: 1); of both ranks the larger.",
