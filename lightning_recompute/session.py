@@ -130,7 +130,7 @@ class RecomputeSession:
         if self.budget is None:
             return False
         self.budget.after_step(logger)
-        if not self.budget.is_due(batch):
+        if not self.budget.is_due(trainer, batch):
             return False
         self._take_off()
         forecast = self.budget.plan(trainer, module, batch, batch_idx, self.blocks)
@@ -183,7 +183,9 @@ class RecomputeSession:
         device: torch.device,
         logger: logging.Logger,
     ) -> None:
-        self._handle = apply_recompute(module, what, blocks=self.blocks, check=self.check)
+        self._handle = apply_recompute(
+            module, what, blocks=self.blocks, check=self.check, tensor_group=self.tensor_group
+        )
         # asks the other processes for the folder, so all of them go through it
         folder = trainer.log_dir
         if trainer.is_global_zero:
