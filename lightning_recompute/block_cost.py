@@ -26,6 +26,7 @@ from lightning_recompute.lone_block import FAKE_LOGGER, LoneBlock, alone, is_com
 from lightning_recompute.memory import open_meter
 from lightning_recompute.plan import Action, Keep, Selective
 from lightning_recompute.save_ops import GROUPS
+from lightning_recompute.stragglers import Stragglers
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +167,7 @@ class _Held:
 
 def _measured(block: LoneBlock, action: Action, meter: Meter) -> BlockCost:
     call = block.call
-    kernels = _Kernels()
+    kernels = _Kernels(call.device)
 
     def run() -> tuple[_Held, _Held, _Held]:
         with kernels:
@@ -326,14 +327,16 @@ class _Kernels(Mode):
     known from versions.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         Mode.__init__(self)
         self.fused_attention = False
+        self._stragglers = Stragglers(device.type == "cpu")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten.equal.default and any(isinstance(tensor, FakeTensor) for tensor in args):
             return True
+        self._stragglers.before(func)
         result = func(*args, **kwargs)
         space, _, name = func.name().partition("::")
         self.fused_attention |= GROUPS["attention"](space, name)

@@ -13,16 +13,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_recompute.agreement import ALONE, Agreement
 from lightning_recompute.device_memory import budget_bytes
 from lightning_recompute.errors import BudgetError
 from lightning_recompute.forecast import Forecast
+from lightning_recompute.grouped_strategy import GroupedStrategy
 from lightning_recompute.memory import PhaseRecorder, open_meter
 from lightning_recompute.plan import RecomputePlan
 from lightning_recompute.plan_search import PlanSearch
 from lightning_recompute.planning import bucket_bytes, forecast_from, profile_batch, search_plans
 from lightning_recompute.profiling import Profile
-from lightning_recompute.stage_options import Prices
 from lightning_recompute.throughput import tensors_in
+from lightning_recompute.tried_step import LONE_STEP
 from lightning_recompute.units import format_bytes
 
 TOLERANCE = 0.01
@@ -54,6 +56,7 @@ class Budget:
         self.budget = budget
         self.forecast: Forecast | None = None
         self._planned_size = 0
+        self._size = 0
         self._recorder: PhaseRecorder | None = None
         self._steps_left = 0
 
@@ -66,9 +69,10 @@ class Budget:
         self.forecast = None
         self._planned_size = 0
 
-    def is_due(self, batch: Any) -> bool:
-        """Whether a batch needs a plan: it is the first, or larger than those before."""
-        return _size(batch) > self._planned_size
+    def is_due(self, trainer: pl.Trainer, batch: Any) -> bool:
+        """Whether a batch needs a plan: it is the first, or larger than those before; on any process for all."""
+        self._size = int(agreement_of(trainer).largest([_size(batch)])[0])
+        return self._size > self._planned_size
 
     def plan(
         self,
@@ -82,7 +86,8 @@ class Budget:
     ) -> Forecast:
         """Make the plan for a batch.
 
-        All processes take part: the plan is made by the first one, and tightened until it fits on all.
+        All processes take part, and all come to the same plan: it is made by the first one, from times that all agree
+        on, and tightened until it fits on all. Each has a forecast of its own.
 
         Args:
             trainer: Whose fit it is.
@@ -97,14 +102,13 @@ class Budget:
             ValueError: The module's step cannot be measured.
         """
         device = trainer.strategy.root_device
-        limit = budget_bytes(self.budget, device)
-        alone = trainer.world_size == 1
+        together = agreement_of(trainer)
+        limit = together.smallest(budget_bytes(self.budget, device, num_processes=processes_beside(trainer)))
         profile = profile_training_step(trainer, module, batch, batch_idx, blocks)
 
         @functools.cache
         def search() -> PlanSearch:
-            # times differ from process to process, and with them plans would
-            return search_plans(profile, None if alone else Prices())
+            return search_plans(profile)
 
         if below is None:
             forecast = _agreed(lambda within: forecast_from(search(), within), limit)
@@ -112,7 +116,7 @@ class Budget:
             forecast = _below(search(), below, limit)
         profile.release()  # before the step, whose memory was planned without them
         self.forecast = forecast
-        self._planned_size = _size(batch)
+        self._planned_size = max(self._size, _size(batch))
         return forecast
 
     # ---- afterwards
@@ -182,7 +186,7 @@ def _agreed(make: Callable[[int], Forecast], limit: int) -> Forecast:
         dist.all_gather_object(peaks, forecast.peak_bytes)
         if max(peaks) <= limit:
             return forecast
-        within -= max(peaks) - limit  # another rank's batch needs more than the first one's
+        within -= max(peaks) - limit  # another rank needs more than the first
 
 
 def _below(search: PlanSearch, plan: RecomputePlan, limit: int) -> Forecast:
@@ -215,17 +219,31 @@ def profile_training_step(
     Raises:
         ValueError: The step cannot be measured.
     """
+    accumulating = accumulates(trainer, module)
+    tried = LONE_STEP
+    if isinstance(trainer.strategy, GroupedStrategy):
+        tried = trainer.strategy.tried_step(has_middle=accumulating and trainer.accumulate_grad_batches > 2)
     return profile_batch(
         module,
         batch,
         step=step_of(trainer, module, batch, batch_idx),
         blocks=blocks,
         optimizers=optimizers_of(trainer),
-        accumulating=accumulates(trainer, module),
-        other_bytes=bucket_bytes(module, trainer.world_size),
-        # several processes would wait for one another in collectives of their blocks
-        exact=trainer.world_size == 1,
+        accumulating=accumulating,
+        other_bytes=0 if tried.communicates else bucket_bytes(module, trainer.world_size),
+        tried=tried,
+        agreement=agreement_of(trainer),
     )
+
+
+def agreement_of(trainer: pl.Trainer) -> Agreement:
+    """What the processes of a run agree by."""
+    return ALONE if trainer.world_size == 1 else Agreement(trainer.strategy.root_device)
+
+
+def processes_beside(trainer: pl.Trainer) -> int:
+    """Processes of a run that share this one's device: on a CPU all of the machine's."""
+    return max(trainer.num_devices, 1) if trainer.strategy.root_device.type == "cpu" else 1
 
 
 def optimizers_of(trainer: pl.Trainer) -> list[Optimizer]:

@@ -345,4 +345,6 @@ def _settings(part: nn.Module) -> tuple[Any, ...]:
             found.append((name, value))
         elif isinstance(value, float):
             found.append((name, value == 0))
+        elif isinstance(value, functools.partial):  # a patched method: switches among its arguments
+            found.append((name, tuple(each for each in value.args if isinstance(each, bool))))
     return tuple(found)

@@ -20,13 +20,14 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 _WHOLE = re.compile(r"[+-]?\d[\d_]*")
 
 
-def budget_bytes(budget: str | int | float, device: torch.device | str) -> int:
-    """A memory budget as bytes.
+def budget_bytes(budget: str | int | float, device: torch.device | str, *, num_processes: int = 1) -> int:
+    """A memory budget as bytes, for each process.
 
     Args:
         budget: A size (`"22GiB"`), a number of bytes (an int, or a whole float above 1), or a fraction of the device
             (a float above 0 and at most 1). A string that is a number is read as that number.
         device: The device that a fraction is of.
+        num_processes: Processes that share the device: a fraction is of what each of them has.
 
     Raises:
         ValueError: The budget is no size, not above 0, or a float that is neither a fraction nor whole; or the size of
@@ -52,7 +53,7 @@ def budget_bytes(budget: str | int | float, device: torch.device | str) -> int:
     if isinstance(number, int):
         return number
     if number <= 1:
-        return int(number * device_bytes(device))
+        return int(number * device_bytes(device) / num_processes)
     if not number.is_integer():
         raise ValueError(
             f"memory_budget={budget!r}: neither a fraction of the device (above 0 and at most 1) nor a whole number of "

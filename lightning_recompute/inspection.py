@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from rich.box import SIMPLE_HEAD
@@ -182,18 +183,27 @@ class Costs:
     Args:
         real: Whether a block may run on real tensors; see `measure_bytes`.
         exact: Whether it runs on those at once; see `measure_bytes`.
+        whole: Surrounds what is done with a block, so that it has its whole parameters.
     """
 
-    def __init__(self, *, real: bool = True, exact: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        real: bool = True,
+        exact: bool = False,
+        whole: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self._real = real
         self.exact = exact
+        self.whole = whole
         self._known: dict[tuple[int, Action], tuple[BlockCall, BlockCost]] = {}
 
     def of(self, call: BlockCall, action: Action) -> BlockCost:
         """The cost of a call under an action."""
         key = (id(call), action)
         if key not in self._known:
-            self._known[key] = call, measure_bytes(call, action, real=self._real, exact=self.exact)
+            with self.whole(call.module):
+                self._known[key] = call, measure_bytes(call, action, real=self._real, exact=self.exact)
         return self._known[key][1]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_recompute.agreement import ALONE, Agreement
 from lightning_recompute.blocks import find_blocks
 from lightning_recompute.cost import extra_seconds
 from lightning_recompute.device_memory import budget_bytes
@@ -23,6 +24,7 @@ from lightning_recompute.profiling import Profile, everything_kept, profile_step
 from lightning_recompute.side_effects import is_lightning_module
 from lightning_recompute.stage_options import Prices, action_seconds, candidates
 from lightning_recompute.throughput import device_peak_flops
+from lightning_recompute.tried_step import LONE_STEP, TriedStep
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +140,8 @@ def profile_batch(
     accumulating: bool = False,
     other_bytes: int = 0,
     exact: bool = True,
+    tried: TriedStep = LONE_STEP,
+    agreement: Agreement = ALONE,
 ) -> Profile:
     """Measure a module's step on a batch.
 
@@ -151,6 +155,8 @@ def profile_batch(
         accumulating: Whether an optimizer step follows several backward passes.
         other_bytes: What else is there all the time.
         exact: Whether blocks run on real tensors at once; see `measure_bytes`.
+        tried: How a step is run.
+        agreement: With the processes that measure the same together.
     """
     run = step or _step(module, batch)
     with only_tried(module):
@@ -163,6 +169,8 @@ def profile_batch(
             accumulating=accumulating,
             other_bytes=other_bytes,
             exact=exact,
+            tried=tried,
+            agreement=agreement,
         )
 
 

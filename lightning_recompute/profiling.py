@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_recompute.agreement import ALONE, Agreement
 from lightning_recompute.block_time import measure_flops, measure_seconds
 from lightning_recompute.blocks import BlockList
 from lightning_recompute.capture import BlockCall, Capture, capture_calls
@@ -26,6 +27,7 @@ from lightning_recompute.optimizer_cost import OptimizerCost, measure_optimizers
 from lightning_recompute.plan import Action, Full, Keep, RecomputePlan, SaveOps, Segment
 from lightning_recompute.skeleton import run_skeleton
 from lightning_recompute.timeline import CallCost, Level, Skeleton, levels
+from lightning_recompute.tried_step import LONE_STEP, TriedStep
 
 SCALARS_BYTES = 1024
 """Room for the scalars of a step."""
@@ -61,10 +63,12 @@ class Profile:
         block_lists: The model's block lists; indices of plans run on through them.
         capture: How its blocks are called.
         skeleton: What it holds outside of them.
-        accumulating: The same where gradients are there already; None where they never are when backward begins.
+        accumulating: The same where gradients are there already: of each kind of step of which that is so.
         statics: What is there all the time.
         optimizer: What the optimizer needs.
         costs: Measures the blocks.
+        tried: How a step is run.
+        agreement: With the processes that measure the same together.
 
     Attributes:
         names: Names of the blocks in all lists.
@@ -77,18 +81,22 @@ class Profile:
         block_lists: Sequence[BlockList],
         capture: Capture,
         skeleton: Skeleton,
-        accumulating: Skeleton | None,
+        accumulating: Sequence[Skeleton],
         statics: Statics,
         optimizer: OptimizerCost,
         costs: Costs,
+        tried: TriedStep = LONE_STEP,
+        agreement: Agreement = ALONE,
     ) -> None:
         self.block_lists = tuple(block_lists)
         self.capture = capture
         self.skeleton = skeleton
-        self.accumulating = accumulating
+        self.accumulating = tuple(accumulating)
         self.statics = statics
         self.optimizer = optimizer
         self.costs = costs
+        self.tried = tried
+        self.agreement = agreement
         names = [name for block_list in block_lists for name in block_list.names]
         self.names = tuple(names)
         self._index = {name: index for index, name in reversed(list(enumerate(names)))}
@@ -113,6 +121,11 @@ class Profile:
     def num_blocks(self) -> int:
         """Blocks in all lists."""
         return len(self.names)
+
+    @property
+    def has_units(self) -> bool:
+        """Whether several blocks can be one unit: not where each is sharded by itself."""
+        return not self.tried.gathers
 
     def calls_of(self, block: int) -> list[int]:
         """Numbers of the calls of a block, by its index in a plan; none if backward does not come to it."""
@@ -140,9 +153,9 @@ class Profile:
             plan: For all of the model's blocks.
         """
         yield from levels(self.skeleton, self.call_costs(plan), self.units(plan))
-        if self.accumulating is not None:
+        for skeleton in self.accumulating:
             costs = self.call_costs(plan, accumulating=True)
-            yield from levels(self.accumulating, costs, self.units(plan), accumulating=True)
+            yield from levels(skeleton, costs, self.units(plan), accumulating=True)
 
     def peak_bytes(self, plan: RecomputePlan) -> int:
         """The peak of a step under a plan, statics and the optimizer's step included."""
@@ -159,10 +172,19 @@ class Profile:
         return [by_block[self._index[name]] for name in self.capture.names]
 
     def units(self, plan: RecomputePlan) -> list[tuple[int, ...]]:
-        """Calls that a plan recomputes together, where those are several: once for each time that they follow."""
+        """Calls that a plan recomputes together, where those are several: once for each time that they follow.
+
+        Raises:
+            ValueError: There are some, and blocks are sharded one by one.
+        """
         found = []
         for segment in plan.segments:
             if isinstance(segment.action, Full | SaveOps) and segment.stop - segment.start > 1:
+                if not self.has_units:
+                    raise ValueError(
+                        f"blocks {segment.start}..{segment.stop - 1} are one unit, and were measured while each of "
+                        "them was sharded by itself: take units of one block"
+                    )
                 rounds = [self.calls_of(block) for block in range(segment.start, segment.stop)]
                 found += list(zip(*(calls for calls in rounds if calls), strict=False))
         return found
@@ -269,14 +291,18 @@ class Profile:
         """FLOPs of forward and backward of a call under an action."""
         key = self.capture.order[call], action
         if key not in self._flops:
-            self._flops[key] = measure_flops(self.kind_of(call), action, exact=self.costs.exact)
+            kind = self.kind_of(call)
+            with self.tried.whole(kind.module):
+                self._flops[key] = measure_flops(kind, action, exact=self.costs.exact)
         return self._flops[key]
 
     def time(self, actions: Iterable[Action]) -> None:
         """Measure the time of all distinct calls under some actions, for `seconds`."""
         for index, kind in enumerate(self.capture.kinds):
             due = [action for action in actions if (index, action) not in self._seconds]
-            for action, seconds in zip(due, measure_seconds(kind.call, due), strict=True):
+            with self.tried.whole(kind.call.module):
+                found = self.agreement.largest(measure_seconds(kind.call, due))
+            for action, seconds in zip(due, found, strict=True):
                 self._seconds[index, action] = seconds
 
     def seconds(self, call: int, action: Action) -> float:
@@ -299,6 +325,8 @@ def profile_step(
     accumulating: bool = False,
     other_bytes: int = 0,
     exact: bool = True,
+    tried: TriedStep = LONE_STEP,
+    agreement: Agreement = ALONE,
 ) -> Profile:
     """Measure what a model's step needs.
 
@@ -313,12 +341,20 @@ def profile_step(
         accumulating: Whether an optimizer step follows several backward passes.
         other_bytes: What else is there all the time.
         exact: Whether blocks run on real tensors at once; see `measure_bytes`.
+        tried: How a step is run.
+        agreement: With the processes that measure the same together.
 
     Raises:
-        ValueError: What `capture_calls` and `run_skeleton` refuse.
+        ValueError: What `capture_calls` and `run_skeleton` refuse; or the processes call different blocks.
     """
-    capture = capture_calls(module, run, block_lists)
-    skeleton = run_skeleton(module, run, block_lists)
+    with tried.trying():
+        capture = capture_calls(module, lambda: tried.forward(run), block_lists)
+    if not agreement.is_same([len(capture.kinds), *capture.order]):
+        raise ValueError(
+            "the processes call different blocks on their batches, so that they cannot be measured together: a "
+            "memory_budget needs steps that are alike on all; give a plan, or the six words"
+        )
+    skeleton = run_skeleton(module, run, block_lists, tried=tried)
     if len(skeleton.passages) != len(capture.order):
         raise ValueError(
             f"the model calls {len(capture.order)} blocks in one forward and {len(skeleton.passages)} in the next: a "
@@ -336,12 +372,9 @@ def profile_step(
         allocated_bytes(others, device),
         SCALARS_BYTES + other_bytes,
     )
-    return Profile(
-        block_lists,
-        capture,
-        skeleton,
-        run_skeleton(module, run, block_lists, accumulating=True) if accumulating else None,
-        statics,
-        optimizer,
-        Costs(exact=exact),
-    )
+    kinds = [] if not accumulating else [True, False] if tried.has_middle else [True]
+    others = [
+        run_skeleton(module, run, block_lists, accumulating=True, tried=tried, reduces=reduces) for reduces in kinds
+    ]
+    costs = Costs(exact=exact, whole=tried.whole)
+    return Profile(block_lists, capture, skeleton, others, statics, optimizer, costs, tried, agreement)

@@ -23,17 +23,32 @@ from lightning_recompute.calls import Args, FreshCopy, Kwargs
 from lightning_recompute.capture import plain_storage, slotted, tensors_in
 from lightning_recompute.ledger import Ledger, allocated_bytes
 from lightning_recompute.lone_block import with_stand_ins
+from lightning_recompute.memory import open_meter
 from lightning_recompute.patch import Patch
 from lightning_recompute.recompute_unit import is_cache, needs_grad
+from lightning_recompute.stragglers import Stragglers
 from lightning_recompute.timeline import Moment, MomentKind, Passage, Skeleton
+from lightning_recompute.tried_step import LONE_STEP, TriedStep
 from lightning_recompute.untouched import distinct_blocks, undone
 
 
 class _Account(Ledger):
-    """A ledger that knows which of the tensors that go in and out of blocks are alive at a peak."""
+    """A ledger that knows which of the tensors that go in and out of blocks are alive at a peak.
 
-    def __init__(self, device: torch.device, *, fake: bool) -> None:
+    Args:
+        device: The device.
+        fake: Whether fake tensors count.
+        asks: Count what the device's allocator says, where it can be asked: that sees the buffers of collectives, and
+            parameters whose memory comes and goes.
+    """
+
+    def __init__(self, device: torch.device, *, fake: bool, asks: bool = False) -> None:
         super().__init__(device, fake=fake)
+        meter = open_meter(device) if asks else None
+        self._meter = meter if meter is not None and meter.continuous else None
+        self._before = self._meter.live_bytes if self._meter is not None else 0
+        self._seen_peak = 0
+        self._stragglers = Stragglers(asks and device.type == "cpu")
         self.sizes: list[int] = []
         self.alive: set[int] = set()
         self.alive_at_peak: frozenset[int] = frozenset()
@@ -51,31 +66,71 @@ class _Account(Ledger):
             self.alive.add(number)
         return number
 
+    @property
+    def live_bytes(self) -> int:
+        """Bytes alive now."""
+        return super().live_bytes if self._meter is None else self._meter.live_bytes - self._before
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest `live_bytes` since the last `reset_peak`."""
+        return super().peak_bytes if self._meter is None else self._meter.peak_bytes - self._before
+
+    def reset_peak(self) -> None:
+        """Start a new peak at what is live now."""
+        super().reset_peak()
+        if self._meter is not None:
+            self._meter.reset_peak()
+            self._seen_peak = self.peak_bytes
+            self.alive_at_peak = frozenset(self.alive)
+
+    def close(self) -> None:
+        """Forget all storages."""
+        super().close()
+        if self._meter is not None:
+            self._meter.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator and note what is new."""
+        self._stragglers.before(func)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self._meter is not None and (peak := self.peak_bytes) > self._seen_peak:
+            self._seen_peak = peak
+            self.alive_at_peak = frozenset(self.alive)
+        return result
+
     def _forget(self, key: int) -> None:
         self.alive.discard(self._numbers.get(key, (None, -1))[1])
         super()._forget(key)
 
     def _set_peak(self) -> None:
         super()._set_peak()
-        self.alive_at_peak = frozenset(self.alive)
+        if self._meter is None:
+            self.alive_at_peak = frozenset(self.alive)
 
 
 class _Recorder:
     """Notes what happens in a step, in the order in which it happens."""
 
-    def __init__(self, account: _Account) -> None:
+    def __init__(self, account: _Account, *, makes_gradients: bool) -> None:
         self.account = account
+        self.makes_gradients = makes_gradients
+        self.is_on = True
         self.moments: list[Moment] = []
         self.passages: list[Passage] = []
         self.in_backward = False
 
     def between(self) -> None:
         """What stands between blocks ends here."""
+        if not self.is_on:
+            return
         account = self.account
         self.moments.append(Moment("between", -1, account.peak_bytes, account.alive_at_peak, self.in_backward))
 
     def enter(self, call: int, *, backward: bool) -> None:
         """A block's forward or backward begins."""
+        if not self.is_on:
+            return
         self.between()
         kind: MomentKind = "backward" if backward else "forward"
         account = self.account
@@ -85,7 +140,12 @@ class _Recorder:
         """It is over; what it needed for itself does not count."""
         self.account.reset_peak()
 
-    def call(self, name: str, original: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    def begin(self, *, is_noted: bool) -> None:
+        """A step begins."""
+        self.passages.clear()
+        self.is_on, self.in_backward = is_noted, False
+
+    def call(self, name: str, module: nn.Module, original: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Run a block's forward without its graph."""
         # what a block puts into a cache is among what it holds
         args, kwargs = tree_map(lambda leaf: FreshCopy(leaf).take() if is_cache(leaf) else leaf, (args, kwargs))
@@ -105,7 +165,7 @@ class _Recorder:
 
         anchor = torch.empty(0, requires_grad=True)
         apply: Any = _Shell.apply  # it carries no types
-        made = apply(self, number, run, anchor, *(tensor for tensor in given if tensor.requires_grad))
+        made = apply(self, number, module, run, anchor, *(tensor for tensor in given if tensor.requires_grad))
         leaves, spec = box
         box.clear()
         tensors = iter(made)
@@ -131,10 +191,16 @@ class _Shell(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, recorder: _Recorder, number: int, run: Callable[[], list[Tensor]], anchor: Tensor, *given: Tensor
+        ctx: Any,
+        recorder: _Recorder,
+        number: int,
+        module: nn.Module,
+        run: Callable[[], list[Tensor]],
+        anchor: Tensor,
+        *given: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.recorder, ctx.number = recorder, number
+        ctx.recorder, ctx.number, ctx.module = recorder, number, module
         ctx.likes = [torch.empty_like(tensor, device="meta") for tensor in given]
         ctx.devices = [tensor.device for tensor in given]
         return tuple(run())
@@ -143,8 +209,12 @@ class _Shell(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.recorder.enter(ctx.number, backward=True)
         made = [torch.zeros_like(like, device=device) for like, device in zip(ctx.likes, ctx.devices, strict=True)]
+        if ctx.recorder.makes_gradients:
+            for parameter in ctx.module.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
         ctx.recorder.leave()
-        return None, None, None, None, *made
+        return None, None, None, None, None, *made
 
 
 @torch.compiler.disable
@@ -153,16 +223,23 @@ def shelled_forward(original: Callable[..., Any], recorder: _Recorder, name: str
     module: nn.Module = original.__self__  # type: ignore[attr-defined]  # a bound method, or an Original
     if not torch.is_grad_enabled() or not needs_grad(module, args, kwargs):
         return original(*args, **kwargs)
-    return recorder.call(name, original, args, kwargs)
+    return recorder.call(name, module, original, args, kwargs)
 
 
 def run_skeleton(
-    module: nn.Module, run: Callable[[], object], block_lists: Sequence[BlockList], *, accumulating: bool = False
+    module: nn.Module,
+    run: Callable[[], object],
+    block_lists: Sequence[BlockList],
+    *,
+    accumulating: bool = False,
+    tried: TriedStep = LONE_STEP,
+    reduces: bool = True,
 ) -> Skeleton:
     """Run one step of a model with its blocks' graphs left out.
 
     The module is afterwards what it was, and so are the random streams: the step runs on stand-ins for its parameters,
-    and no optimizer takes part.
+    and no optimizer takes part. Sharded parameters take part themselves, and blocks give them gradients of zeros, so
+    that these are reduced as in training.
 
     Args:
         module: The model, in the mode that is meant (usually training), on its device.
@@ -171,39 +248,58 @@ def run_skeleton(
             return None.
         block_lists: Where its blocks are.
         accumulating: Whether parameters have gradients already when backward begins.
+        tried: How a step is run.
+        reduces: Whether the step is the last before the optimizer's, where that makes a difference.
 
     Raises:
         ValueError: What `run` returns does not depend on a trainable parameter.
     """
     stand_ins: dict[Tensor, Tensor] = {p: nn.Parameter(p.detach(), p.requires_grad) for p in module.parameters()}
     device = next((parameter.device for parameter in stand_ins), torch.device("cpu"))
-    if accumulating:
+    if accumulating and not tried.gathers:
         for parameter in stand_ins.values():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    account = _Account(device, fake=any(isinstance(parameter, FakeTensor) for parameter in module.parameters()))
-    recorder = _Recorder(account)
 
-    def step() -> None:
+    def step(is_noted: bool) -> None:
+        recorder.begin(is_noted=is_noted)
         account.reset_peak()
-        outcome = run()
+        outcome = tried.forward(run)
         loss = _loss_of(outcome)
         recorder.between()
         recorder.in_backward = True
         account.reset_peak()
         if loss:
+            for tensor in loss:
+                tried.before_backward(tensor)
             with torch.autocast("cpu", enabled=False), torch.autocast(device.type, enabled=False):
                 torch.autograd.backward(loss, [torch.ones_like(tensor) for tensor in loss])
+            tried.after_backward()
         recorder.between()
 
-    with undone(module, block_lists) as stack, contextlib.closing(account):
+    def steps() -> None:
+        for parameter in module.parameters() if tried.gathers else ():
+            parameter.grad = None  # `undone` puts it back
+        if accumulating and tried.gathers:
+            with tried.without_reduction():
+                step(is_noted=False)
+        with contextlib.nullcontext() if reduces else tried.without_reduction():
+            step(is_noted=True)
+
+    with undone(module, block_lists) as stack:
+        is_fake = any(isinstance(parameter, FakeTensor) for parameter in module.parameters())
+        account = stack.enter_context(contextlib.closing(_Account(device, fake=is_fake, asks=tried.communicates)))
+        recorder = _Recorder(account, makes_gradients=tried.gathers)
         for block, name in distinct_blocks(block_lists):
             stack.callback(Patch(block, shelled_forward, recorder, name).remove)
-        with account, torch.enable_grad():
-            with_stand_ins(module, stand_ins, step)
+        with tried.trying(), account, torch.enable_grad():
+            if tried.gathers:
+                steps()
+            else:
+                with_stand_ins(module, stand_ins, steps)
+        sizes = tuple(account.sizes)
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return Skeleton(
-        tuple(recorder.moments), tuple(recorder.passages), tuple(account.sizes), allocated_bytes(trainable, device)
-    )
+    gradient_bytes = allocated_bytes(trainable, device)
+    return Skeleton(tuple(recorder.moments), tuple(recorder.passages), sizes, gradient_bytes, tried.gathers)
 
 
 def _loss_of(outcome: object) -> list[Tensor]:

@@ -142,7 +142,8 @@ def _of_kind(profile: Profile, index: int, prices: Prices | None) -> list[Candid
     call = profile.capture.order.index(index)
     block = profile.kind_of(call)
     costs: dict[Action, tuple[int, ...]] = {}
-    for action in _actions(profile, block):
+    measured = []
+    for number, action in enumerate(_actions(profile, block)):
         try:
             phases = profile.costs.of(block, action).phases
         except (ValueError, RecomputeError):  # an operator that the block does not have
@@ -152,15 +153,19 @@ def _of_kind(profile: Profile, index: int, prices: Prices | None) -> list[Candid
                 raise
             logger.info("inputs in host memory are left out of the plan: %s", error)  # no room to pin, perhaps
             continue
-        given = len(phases.given)
+        measured.append(number)
         costs[action] = (
             phases.inner_bytes,
-            given,
+            len(phases.given),
             phases.cached_bytes,
             phases.forward_bytes,
             phases.backward_bytes,
             profile.flops(call, action),
         )
+    if not profile.agreement.is_same(measured):
+        raise RuntimeError(f"{block.name} could not be measured in the same ways on all processes")
+    agreed = iter(profile.agreement.largest([number for cost in costs.values() for number in cost]))
+    costs = {action: tuple(int(next(agreed)) for _ in cost) for action, cost in costs.items()}
     worthwhile = [
         action
         for number, (action, cost) in enumerate(costs.items())
@@ -174,11 +179,10 @@ def _of_kind(profile: Profile, index: int, prices: Prices | None) -> list[Candid
 def _actions(profile: Profile, block: BlockCall) -> Iterator[Action]:
     yield Keep()
     kept = profile.costs.of(block, Keep()).phases.inner_bytes
-    labels = [
-        label
-        for label in available_labels(block.module)
-        if not is_useless(kept - profile.costs.of(block, Selective((label,))).phases.inner_bytes, kept)
-    ]
+    available = available_labels(block.module)
+    saved = [kept - profile.costs.of(block, Selective((label,))).phases.inner_bytes for label in available]
+    most, *largest = map(int, profile.agreement.largest([kept, *saved]))
+    labels = [label for label, num_bytes in zip(available, largest, strict=True) if not is_useless(num_bytes, most)]
     for size in range(1, len(labels) + 1):
         for words in itertools.combinations(labels, size):
             if not any(pair <= set(words) for pair in _NESTED):
@@ -314,7 +318,7 @@ def _options(
         costs = _costs(profile, calls, candidate.action)
         seconds = sum(_actions_of(found[profile.capture.order[call]])[candidate.action] for call in calls)
         yield _option(profile, rows, [block] * len(calls), calls, costs, seconds, 1), candidate.action
-    for size in GROUP_SIZES:
+    for size in GROUP_SIZES if profile.has_units else ():
         blocks = range(block, block + size)
         if block + size > stop or not _follow(profile, blocks):
             return

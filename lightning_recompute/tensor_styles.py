@@ -7,6 +7,7 @@ Python finds them before the parameters: the module's own code runs unchanged, o
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -153,14 +154,15 @@ def _entered(x: Tensor, region: TensorRegion) -> Tensor:
     if not torch.is_grad_enabled() or not x.requires_grad:
         return x
     version = x._version
-    found: tuple[Tensor, int] | None = getattr(x, _ENTERED, None)
-    if found is not None and found[1] == version:
-        return found[0]
+    found: tuple[Callable[[], Tensor | None], int] | None = getattr(x, _ENTERED, None)
+    if found is not None and found[1] == version and (known := found[0]()) is not None:
+        return known
     parts: Parts | None = getattr(x, _PARTS, None)
     entered = enter(x, region.group) if parts is None else enter_joined(parts.part, SEQUENCE, region.group, x)
     if parts is not None:
         setattr(entered, _PARTS, parts)
-    setattr(x, _ENTERED, (entered, version))
+    # a leaf is held by the graph of what it entered as, and would hold that in turn: for ever
+    setattr(x, _ENTERED, (weakref.ref(entered) if x.is_leaf else lambda: entered, version))
     return entered
 
 

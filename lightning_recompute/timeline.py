@@ -58,12 +58,15 @@ class Skeleton:
         passages: Calls of blocks, in the order of their forwards.
         sizes: Bytes of the tensors into and out of blocks, by number; 0 for what was there before the step.
         gradient_bytes: Gradients of all trainable parameters.
+        has_gradients: Whether gradients of blocks are among the bytes of the moments: those that the step makes, and
+            those that are there before.
     """
 
     moments: tuple[Moment, ...]
     passages: tuple[Passage, ...]
     sizes: tuple[int, ...]
     gradient_bytes: int
+    has_gradients: bool = False
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,7 @@ def levels(
             state.cached_bytes = 0
         gradients = sum(state.gradients.values()) if moment.in_backward else forward_gradients
         if accumulating:
-            gradients = skeleton.gradient_bytes
+            gradients = 0 if skeleton.has_gradients else skeleton.gradient_bytes
         transient = 0
         cost = costs[moment.call] if moment.kind != "between" else None
         if cost is not None and moment.kind == "forward":
@@ -185,7 +188,8 @@ def levels(
         elif cost is not None:
             state.release(cost)
             state.replayed[moment.call] = 0
-            state.gradients[skeleton.passages[moment.call].name] = cost.gradient_bytes
+            if not skeleton.has_gradients:
+                state.gradients[skeleton.passages[moment.call].name] = cost.gradient_bytes
 
 
 def peak(found: Iterator[Level]) -> Level:
