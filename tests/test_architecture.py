@@ -32,6 +32,7 @@ HOOK_OWNERS = {"frame", "discard"}
 FACING_LIGHTNING = {
     "budgeting",
     "callbacks",
+    "checkpointing_strategy",
     "cli",
     "command_config",
     "compare_command",
