@@ -58,7 +58,7 @@ EPILOG = """The arguments of a class:
   {program} fit --model.help {model}
   {program} fit --data.help {data}
 One file of a checkpoint folder:
-  {program} consolidate CHECKPOINT_DIR FILE"""
+  {program} consolidate --help   (CHECKPOINT_DIR FILE)"""
 
 # The subcommands that look at the first step of a fit, and the one that runs others.
 LOOKING = {**INSPECT, **PLAN}

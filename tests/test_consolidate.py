@@ -184,7 +184,7 @@ def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str
 def test_help_names_it(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
-    assert "lightning-recompute consolidate CHECKPOINT_DIR FILE" in capsys.readouterr().out
+    assert "lightning-recompute consolidate --help   (CHECKPOINT_DIR FILE)" in capsys.readouterr().out
 
 
 def test_optimizers_of_all_kinds(tmp_path: Path) -> None:
