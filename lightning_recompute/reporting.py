@@ -10,12 +10,13 @@ import io
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import Callback
 from rich.box import SIMPLE_HEAD
@@ -99,6 +100,33 @@ def gather(trainer: pl.Trainer, values: Sequence[float]) -> list[list[float]]:
     rows = metric.compute().reshape(-1, len(values)).tolist()
     metric.reset()  # it refers to itself and would live on, with its tensors, until the garbage is collected
     return [list(row) for row in rows]
+
+
+def num_replicas(trainer: pl.Trainer) -> int:
+    """Into how many parts the data is divided; ranks that share layers (tensor, pipeline) see the same samples."""
+    strategy = trainer.strategy
+    if isinstance(size := getattr(strategy, "data_parallel_size", None), int):
+        return size
+    kwargs = getattr(strategy, "distributed_sampler_kwargs", None) or {}
+    return int(kwargs.get("num_replicas", trainer.world_size))
+
+
+def tensor_group(trainer: pl.Trainer) -> dist.ProcessGroup | None:
+    """The ranks that share each layer with this one, under RecomputeStrategy or Lightning's ModelParallelStrategy.
+
+    None where there are none, or the strategy does not say.
+    """
+    strategy: Any = trainer.strategy
+    mesh = getattr(getattr(strategy, "groups", None), "mesh", None)
+    if mesh is None and trainer.world_size > 1:
+        with suppress(AttributeError, RuntimeError):  # other strategies, and one that is not set up
+            mesh = strategy.device_mesh
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    for name in ("tensor", "tensor_parallel"):
+        if mesh is not None and name in names and mesh.size(names.index(name)) > 1:
+            group: dist.ProcessGroup = mesh.get_group(name)
+            return group
+    return None
 
 
 def report_folder(trainer: pl.Trainer) -> str | None:

@@ -108,6 +108,7 @@ class FlopCounter(Mode):
 
     Args:
         replaying: Whether recomputation is going on, for example `is_recomputing`.
+        note: Called with the FLOPs and arguments of each operator that is not recomputed.
 
     Attributes:
         model_flops: FLOPs of forward and backward.
@@ -116,13 +117,16 @@ class FlopCounter(Mode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, replaying: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, replaying: Callable[[], bool] = lambda: False, note: Callable[[int, Any], object] | None = None
+    ) -> None:
         super().__init__()
         own = {op: torch_counter.shape_wrapper(formula) for op, formula in own_formulas().items()}
         self._formulas = {**own, **torch_counter.flop_registry}
         self.model_flops = 0
         self.recompute_flops = 0
         self._replaying = replaying
+        self._note = note
         self._in_backward = False
         self._counts_fake = False
 
@@ -161,6 +165,8 @@ class FlopCounter(Mode):
                 self.recompute_flops += flops
             else:
                 self.model_flops += flops
+                if self._note is not None:
+                    self._note(flops, (args, kwargs))
         return result
 
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_recompute.ambient import is_recomputing
-from lightning_recompute.reporting import Report, enter_around, gather, log_scalars
+from lightning_recompute.repeated_work import RepeatedWork
+from lightning_recompute.reporting import Report, enter_around, gather, log_scalars, num_replicas, tensor_group
 from lightning_recompute.throughput import (
     FlopCounter,
     StepClock,
@@ -57,6 +59,8 @@ class _Run:
     """What lasts for one fit."""
 
     clock: StepClock
+    group: dist.ProcessGroup | None
+    repeats: RepeatedWork
     counter: FlopCounter
     stop_counting: Callable[[], None] = lambda: None
     counted: _Tally = field(default_factory=_Tally)
@@ -64,6 +68,7 @@ class _Run:
     batch: tuple[float, float | Tensor] | None = None
     steps: int = 0
     since: float | None = None  # training time runs
+    repeated_flops: int = 0  # counted ones that every rank of the group did alike
     _inside: bool = False
 
     @contextmanager
@@ -80,14 +85,24 @@ class _Run:
         finally:
             self._inside = not outermost
 
-    def flops(self, samples: float, tokens: float) -> tuple[float, float]:
-        """FLOPs of the model and of recomputation for so many samples (tokens, where they are known)."""
+    def compare(self) -> None:
+        """Find out what the ranks repeated of what was counted; collective."""
+        if self.group is not None:
+            self.repeated_flops += self.repeats.flops(self.group, self.clock.device)
+
+    def flops(self, samples: float, tokens: float) -> tuple[float, float, float]:
+        """This rank's FLOPs for so many samples (tokens, where they are known): the model's, repeated, recomputed.
+
+        What the t ranks of a group all do is the model's for one of them, so for each to 1/t, and repeated else.
+        """
         counted = float(self.counted.tokens)
         amount = tokens
         if math.isnan(counted) or math.isnan(tokens):
             counted, amount = float(self.counted.samples), samples
         share = amount / counted if counted else math.nan
-        return self.counter.model_flops * share, self.counter.recompute_flops * share
+        repeated = 0.0 if self.group is None else self.repeated_flops * (1 - 1 / self.group.size())
+        counter = self.counter
+        return (counter.model_flops - repeated) * share, repeated * share, counter.recompute_flops * share
 
 
 class ThroughputReport(Report):
@@ -100,6 +115,9 @@ class ThroughputReport(Report):
 
     MFU is the FLOPs of forward and backward over what all devices could do in that time; HFU has the FLOPs of
     recomputation, too, so that HFU - MFU is what recomputation costs (Chowdhery et al. 2022, PaLM, appendix B).
+    Tensor-parallel ranks count what each of them does; what all of them do alike (a router, experts or a head that
+    are not divided) is in MFU once and in HFU as often as it is done. It is found by comparing the operands of the
+    counted steps.
     FLOPs are counted by operator in the first steps (matrix products, convolutions, attention; fused attention's
     backward with its own second look at the scores, as torch counts it) and go on per token, where tokens
     are known, else per sample. Recomputed are: what this package replays, and what torch's own checkpoint
@@ -166,7 +184,9 @@ class ThroughputReport(Report):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin to count FLOPs."""
         self._start(trainer)
-        self._run = run = _Run(StepClock(trainer.strategy.root_device), FlopCounter(is_recomputing))
+        group, repeats = tensor_group(trainer), RepeatedWork()
+        counter = FlopCounter(is_recomputing, None if group is None else repeats.note)
+        self._run = run = _Run(StepClock(trainer.strategy.root_device), group, repeats, counter)
         self._cleanup.callback(setattr, self, "_run", None)
         run.stop_counting = enter_around(trainer.strategy, ("training_step", "backward"), run.count)
         self._cleanup.callback(run.stop_counting)
@@ -203,6 +223,7 @@ class ThroughputReport(Report):
             run.counted.add(*sizes)
         if run.steps == max(self.warmup_steps, 1):
             run.stop_counting()
+            run.compare()
         if measured:
             run.epoch.add(*sizes)
         elif run.steps == self.warmup_steps:
@@ -279,21 +300,22 @@ class ThroughputReport(Report):
     def _report(self, trainer: pl.Trainer, run: _Run) -> None:
         epoch, times = run.epoch, run.clock.take()
         samples, tokens = float(epoch.samples), float(epoch.tokens)
-        model_flops, recompute_flops = run.flops(samples, tokens)
+        if run.steps < max(self.warmup_steps, 1):
+            run.compare()
+        flops = run.flops(samples, tokens)
         median, p95 = median_and_p95(times) if times else (0.0, 0.0)
         seconds = epoch.seconds if epoch.steps else 0.0
-        own = (samples, tokens, model_flops, recompute_flops, seconds, median, p95)
+        own = (samples, tokens, *flops, seconds, median, p95)
         ranks = gather(trainer, [-1.0 if math.isnan(value) else value for value in own])
         columns = list(zip(*ranks, strict=True))
         # -1 on any rank: not known
-        samples, tokens, model_flops, recompute_flops = (
-            math.nan if min(column) < 0 else sum(column) for column in columns[:4]
+        samples, tokens, model_flops, repeated_flops, recompute_flops = (
+            math.nan if min(column) < 0 else sum(column) for column in columns[:5]
         )
-        seconds, median, p95 = (max(column) for column in columns[4:])
+        seconds, median, p95 = (max(column) for column in columns[5:])
         row: dict[str, Any] = dict.fromkeys(self.columns) | {"epoch": trainer.current_epoch}
         if seconds > 0:
-            # ranks that are not data-parallel (tensor, pipeline) see the same samples
-            once = _num_replicas(trainer) / trainer.world_size
+            once = num_replicas(trainer) / trainer.world_size
             row["samples_per_second"] = samples * once / seconds
             row["tokens_per_second"] = tokens * once / seconds
             row["step_seconds_median"], row["step_seconds_p95"] = median, p95
@@ -305,7 +327,8 @@ class ThroughputReport(Report):
                 )
             elif model_flops > 0 and (peak := self._peak(trainer)) is not None:
                 row["mfu"] = utilization(model_flops, seconds, trainer.world_size, peak)
-                row["hfu"] = utilization(model_flops + recompute_flops, seconds, trainer.world_size, peak)
+                done_flops = model_flops + repeated_flops + recompute_flops
+                row["hfu"] = utilization(done_flops, seconds, trainer.world_size, peak)
         else:
             self._say_once(
                 trainer,
@@ -317,8 +340,8 @@ class ThroughputReport(Report):
         self._write(trainer)
         names = ("samples_per_second", "tokens_per_second", "step_seconds_median", "mfu", "hfu")
         log_scalars(trainer, {f"throughput/{name.removesuffix('_median')}": row[name] for name in names})
-        extra = recompute_flops / model_flops if model_flops > 0 else math.nan
-        self._table(trainer, f"Throughput, epoch {trainer.current_epoch}", [row], extra)
+        extra = (recompute_flops / model_flops, repeated_flops / model_flops) if model_flops > 0 else (0.0, 0.0)
+        self._table(trainer, f"Throughput, epoch {trainer.current_epoch}", [row], *extra)
 
     def _peak(self, trainer: pl.Trainer) -> float | None:
         if self.peak_flops is not None:
@@ -335,7 +358,9 @@ class ThroughputReport(Report):
             )
         return peak
 
-    def _table(self, trainer: pl.Trainer, title: str, rows: list[dict[str, Any]], extra: float = math.nan) -> None:
+    def _table(
+        self, trainer: pl.Trainer, title: str, rows: list[dict[str, Any]], recomputed: float = 0, repeated: float = 0
+    ) -> None:
         lines = []
         for row in rows:
             line = {"epoch": str(row["epoch"])}
@@ -344,8 +369,10 @@ class ThroughputReport(Report):
                     line[column] = "" if row[name] is None else write(row[name])
             lines.append(line)
         caption = f"without validation and the run's first {self.warmup_steps} steps"
-        if extra > 0:
-            caption += f"; recomputation adds {extra:.1%} of the model's FLOPs"
+        if recomputed > 0:
+            caption += f"; recomputation adds {recomputed:.1%} of the model's FLOPs"
+        if repeated > 0:
+            caption += f"; work that tensor-parallel ranks repeat adds {repeated:.1%}"
         self._show(trainer, title, lines, caption)
 
 
@@ -357,8 +384,3 @@ _SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("MFU", "mfu", "{:.1%}".format),
     ("HFU", "hfu", "{:.1%}".format),
 )
-
-
-def _num_replicas(trainer: pl.Trainer) -> int:
-    kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
-    return int(kwargs.get("num_replicas", trainer.world_size))

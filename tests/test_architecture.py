@@ -69,6 +69,7 @@ COVERED_BY = {
     "reduction": "test_data_parallel.py",
     "saved_states": "test_checkpoint_loading.py",
     "replicas": "test_shard_placement.py",
+    "repeated_work": "test_reports_groups.py",
     "session": "test_strategy.py",
     "shard_choice": "test_data_parallel.py",
     "step_memory": "test_plan_command.py",

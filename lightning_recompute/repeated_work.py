@@ -1,0 +1,87 @@
+"""Which work tensor-parallel ranks repeat: products that each of them makes of the same numbers.
+
+Most products under tensor parallelism are shared, each rank makes its part. Some are not: a router, experts that stay
+whole, a head that no plan divides. Nothing in a tensor says which, so their operands are compared between the ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_OPERANDS = 3
+_TOLERANCE = 1e-5
+"""Of sums over operands: ranks that do the same may differ in last bits, shards differ by more."""
+
+
+class RepeatedWork:
+    """Notes what products were made of, and finds out which of them all ranks made alike.
+
+    Products are alike where the sums over their operands are, and over the operands' magnitudes. One with an operand
+    of zeros counts as shared: shards of zeros look the same on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[int, list[list[float]] | Tensor]] = []
+
+    @torch.no_grad()
+    def note(self, flops: int, args: Any) -> None:
+        """Remember a product.
+
+        Args:
+            flops: Its FLOPs.
+            args: What the operator was given; matrices among them are its operands.
+        """
+        matrices = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.ndim > 1 and x.dtype in _DTYPES]
+        if not matrices:
+            return
+        sums = torch.stack([torch.stack((_sum(x), _magnitude(x))) for x in matrices[:_OPERANDS]])
+        # on an accelerator read later, so as not to wait for it
+        self._noted.append((flops, sums.tolist() if sums.device.type == "cpu" else sums))
+
+    def flops(self, group: dist.ProcessGroup, device: torch.device) -> int:
+        """FLOPs that all ranks did alike; collective, and forgets what was noted.
+
+        Args:
+            group: The ranks.
+            device: Where collectives run.
+
+        Returns:
+            How many, on each of them; 0 where ranks did not make equally many products.
+        """
+        noted, self._noted = self._noted, []
+        size = torch.tensor([len(noted), -len(noted)], device=device)
+        dist.all_reduce(size, dist.ReduceOp.MAX, group)
+        if size.sum() != 0 or not noted:
+            return 0
+        mine = torch.tensor([_row(*product) for product in noted], dtype=torch.float64, device=device)  # (n, 7)
+        everyone = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(everyone, mine, group=group)
+        ranks = torch.stack(everyone)  # (t, n, 7)
+        spread = ranks.amax(0) - ranks.amin(0)  # NaN is within no bound
+        magnitudes = ranks[..., 2::2].amax(0)  # (n, 3)
+        bounds = _TOLERANCE * magnitudes
+        alike = (magnitudes > 0) & (spread[:, 1::2] <= bounds) & (spread[:, 2::2] <= bounds)
+        same = (alike | (magnitudes == -1)).all(-1) & (spread[:, 0] == 0)
+        return int(mine[same, 0].sum())
+
+
+def _sum(x: Tensor) -> Tensor:
+    return x.sum(dtype=torch.float64)
+
+
+def _magnitude(x: Tensor) -> Tensor:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(x, 1, dtype=dtype)
+    return norm.double()
+
+
+def _row(flops: int, sums: list[list[float]] | Tensor) -> list[float]:
+    pairs = sums.tolist() if isinstance(sums, Tensor) else sums
+    pairs = [*pairs, *[[0.0, -1.0]] * (_OPERANDS - len(pairs))]
+    return [float(flops), *(value for pair in pairs for value in pair)]
