@@ -95,8 +95,8 @@ class ShardedSaver:
             ValueError: The path is remote, or a DTensor is inside an object where its parts would not be found.
             Exception: What the file system, or another rank, met.
         """
-        self.wait()
         peers = self._peers = Peers.current(self._peers, self._timeout)
+        peers.together(self.wait)
         tensors: dict[str, Tensor] = {}
 
         def describe() -> tuple[Path, dict[str, Any]]:
@@ -120,7 +120,7 @@ class ShardedSaver:
 
         A folder that would be missed if the save in flight failed stays in that case.
         """
-        if self._in_flight is None or self._in_flight.done():
+        if self._in_flight is None:
             remove(local_path(path))
             return
         saving = self._in_flight

@@ -13,10 +13,13 @@ import pytest
 from lightning_recompute import folders
 from lightning_recompute.folders import clean, publish, remove, set_aside, unfinished, writing
 
+# without the package around it, which takes its time
 HOLD = """
-import sys, time
-from lightning_recompute.folders import writing
-with writing(sys.argv[1]) as folder:
+import importlib.util, sys, time
+spec = importlib.util.spec_from_file_location("folders", sys.argv[1])
+folders = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(folders)
+with folders.writing(sys.argv[2]) as folder:
     (folder / "part").write_text("half")
     print("ready", flush=True)
     time.sleep(60)
@@ -100,7 +103,8 @@ def test_a_swap_that_stops_between_two_renames_is_taken_back(tmp_path: Path, mon
 
 def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
-    writer = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", HOLD, folders.__file__, str(path)]
+    writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "ready\n"
