@@ -16,11 +16,15 @@ from lightning_modules import QUIET
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_recompute.callbacks import MemoryReport, ThroughputReport
 from lightning_recompute.gpt import GPT
+from lightning_recompute.groups import ParallelGroups
 from lightning_recompute.repeated_work import RepeatedWork
 from lightning_recompute.strategy import RecomputeStrategy
+from lightning_recompute.tensor_parallel import apply_tensor_parallel
+from lightning_recompute.throughput import FlopCounter
 
 LAYERS, HEADS, HIDDEN, LENGTH, VOCABULARY = 2, 4, 32, 16, 64
 ROWS, NUM_BATCHES = 2, 4
@@ -103,6 +107,7 @@ def check_two(folder: Path) -> dict[str, Any]:
     found["partly"] = fit(folder, "partly", Partly(), RecomputeStrategy(granularity=None, tensor_parallel_size=2))
     found["dtensor"] = fit(folder, "dtensor", ByDTensor(), ModelParallelStrategy(1, 2))
     found["work"] = compare_work()
+    found["experts"] = {name: experts(name == "sequence") for name in ("tensor", "sequence")}
     return found
 
 
@@ -157,3 +162,25 @@ def compare_work() -> dict[str, int]:
         found[name] = work.flops(group, cpu)
         assert work.flops(group, cpu) == 0, "what was noted is forgotten"
     return found
+
+
+def experts(sequence: bool) -> dict[str, int]:
+    """FLOPs of a step of a Mixtral, whose experts stay whole: undivided, and by this rank."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads))
+    ids = torch.randint(64, (2, 16))
+    with FlopCounter() as whole:
+        model(ids, labels=ids).loss.backward()
+    model.zero_grad()
+    groups = ParallelGroups.build("cpu", tensor=2)
+    parallel = apply_tensor_parallel(model, groups.tensor_mesh, sequence_parallel=sequence)
+    work = RepeatedWork()
+    with FlopCounter(note=work.note) as own:
+        with parallel.step():
+            loss = model(ids, labels=ids).loss
+        loss.backward()
+    parallel.remove()
+    repeated = work.flops(groups.group("tensor"), torch.device("cpu"))
+    return {"whole": whole.model_flops, "own": own.model_flops, "repeated": repeated}

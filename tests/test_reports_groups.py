@@ -122,6 +122,13 @@ def test_which_products_are_repeated(two: Found) -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["tensor", "sequence"])
+def test_experts_that_stay_whole_are_counted_once(two: Found, name: str) -> None:
+    found = two["experts"][name]
+    assert 2 * found["own"] - found["repeated"] == found["whole"]
+    assert (found["repeated"] > 0) == (name == "tensor")  # by parts of the sequence each token is routed once
+
+
 def test_the_table_says_what_is_repeated(two: Found, folders: dict[int, Path]) -> None:
     assert two
     shown = " ".join((folders[2] / "0.txt").read_text().split())  # captions are as narrow as their tables
