@@ -339,7 +339,7 @@ def _kind_of(leaf: Any) -> Any:
 
 def _settings(part: nn.Module) -> tuple[Any, ...]:
     """Switches, words and whether rates are zero; not integers, among which is a layer's number."""
-    found = []
+    found: list[tuple[str, Any]] = []
     for name, value in sorted(vars(part).items()):
         if isinstance(value, bool | str):
             found.append((name, value))

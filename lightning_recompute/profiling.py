@@ -373,8 +373,8 @@ def profile_step(
         SCALARS_BYTES + other_bytes,
     )
     kinds = [] if not accumulating else [True, False] if tried.has_middle else [True]
-    others = [
+    accumulated = [
         run_skeleton(module, run, block_lists, accumulating=True, tried=tried, reduces=reduces) for reduces in kinds
     ]
     costs = Costs(exact=exact, whole=tried.whole)
-    return Profile(block_lists, capture, skeleton, others, statics, optimizer, costs, tried, agreement)
+    return Profile(block_lists, capture, skeleton, accumulated, statics, optimizer, costs, tried, agreement)
