@@ -9,28 +9,30 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_recompute.checkpointing_strategy import CheckpointingStrategy
 from lightning_recompute.clipping import OverflowAgreement, clip_norm, clip_value
 from lightning_recompute.grouped_step import GroupedStep
 from lightning_recompute.groups import ParallelGroups, data_size
-from lightning_recompute.lightning_private import ReplicatedStrategy, set_device_mesh
+from lightning_recompute.lightning_private import set_device_mesh
 from lightning_recompute.materialize import Materializer
 from lightning_recompute.parallel import ParallelModule, ParallelSettings, check_same_batch
 from lightning_recompute.tried_step import LONE_STEP, TriedStep
 
 
-class GroupedStrategy(ReplicatedStrategy):
+class GroupedStrategy(CheckpointingStrategy):
     """Ranks in groups: those that share each layer, and those that share the data.
 
     Without tensor parallelism and without sharding it is what it inherits from.
 
     Args:
         settings: The groups.
-        options: What `ReplicatedStrategy` takes.
+        options: What `CheckpointingStrategy` takes.
 
     Raises:
         ValueError: An option that the groups cannot have.
@@ -95,6 +97,8 @@ class GroupedStrategy(ReplicatedStrategy):
         """Join the processes, and group them."""
         super().setup_environment()
         if self.is_grouped:
+            if self.lightning_module is not None:
+                _refuse_callbacks(self.lightning_module.trainer)
             self._groups = ParallelGroups.build(self.root_device.type, tensor=self.settings.tensor)
             if self.lightning_module is not None:
                 set_device_mesh(self.lightning_module, self._groups.mesh)
@@ -133,7 +137,8 @@ class GroupedStrategy(ReplicatedStrategy):
         """
         if self._parallel is None:
             return False
-        self._parallel.spread(self.units_of_blocks(), self.find_unused_parameters)
+        units = self.units_of_blocks() if self.settings.data == "shard" and self.data_parallel_size > 1 else []
+        self._parallel.spread(units, self.find_unused_parameters)
         return True
 
     @property
@@ -239,6 +244,25 @@ class GroupedStrategy(ReplicatedStrategy):
 
 
 _ABSENT = object()
+
+
+def _refuse_callbacks(trainer: pl.Trainer) -> None:
+    """Refuse what works on whole parameters, or on the memory of one process."""
+    reasons: dict[type[pl.Callback], str] = {
+        BatchSizeFinder: "tries batch sizes until one process runs out of memory, and its peers would wait for ever; "
+        "find the size with a plain strategy, or plan it (memory_budget)",
+        WeightAveraging: "keeps a copy of the module from before its parameters are distributed; average the "
+        "checkpoints of a run after `lightning-recompute consolidate`, or train without it",
+        StochasticWeightAveraging: "keeps a copy of the module from before its parameters are distributed; average the "
+        "checkpoints of a run after `lightning-recompute consolidate`, or train without it",
+    }
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning's types do not know it
+        for kind, reason in reasons.items():
+            if isinstance(callback, kind):
+                raise ValueError(
+                    f"{type(callback).__name__} does not work while the module's parameters are distributed "
+                    f"(tensor_parallel_size > 1 or data_parallel='shard'): it {reason}"
+                )
 
 
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -20,6 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.optim import Optimizer
 
+from lightning_recompute.checkpointing_strategy import CheckpointFormat
 from lightning_recompute.forecast import Forecast
 from lightning_recompute.grouped_strategy import GroupedStrategy
 from lightning_recompute.lightning_private import (
@@ -81,6 +82,10 @@ class RecomputeStrategy(GroupedStrategy):
         on_oom: When memory runs out: `raise`, with what would fit beside the error; or `replan`, in one process and
             automatic optimization: try the step again under a tighter plan, and keep that. It ends as if that plan had
             been there from the start. Buffers, and gradients that are there already, are copied before each step.
+        checkpoint_format: `single`: a checkpoint is an ordinary file; `sharded`: a folder into which each rank writes
+            its part; `auto`: a folder under tensor parallelism and sharding. Either loads under any layout;
+            `lightning-recompute consolidate` makes a file of a folder.
+        async_checkpoint: Folders are written while training goes on.
         find_unused_parameters: With several processes: look for parameters that got no gradient in each step.
         process_group_backend: With several processes: the backend of torch.distributed (`nccl`, `gloo`). Null: the
             device's usual one.
@@ -126,6 +131,8 @@ class RecomputeStrategy(GroupedStrategy):
         data_parallel: DataParallelKind = "replicate",
         check: bool = False,
         on_oom: Literal["raise", "replan"] = "raise",
+        checkpoint_format: CheckpointFormat = "auto",
+        async_checkpoint: bool = False,
         find_unused_parameters: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -140,6 +147,8 @@ class RecomputeStrategy(GroupedStrategy):
             ParallelSettings(
                 tensor=tensor_parallel_size, sequence=sequence_parallel, plan=tensor_parallel_plan, data=data_parallel
             ),
+            checkpoint_format=checkpoint_format,
+            async_checkpoint=async_checkpoint,
             find_unused_parameters=find_unused_parameters,
             process_group_backend=process_group_backend,
             timeout=timeout,

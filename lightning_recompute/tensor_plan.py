@@ -71,13 +71,11 @@ def find_plan(module: nn.Module, given: Plan | None) -> dict[str, Any]:
     if callable(own):
         return _resolve(module, own(), f"{type(module).__name__}.tensor_parallel_plan()")
     found: dict[str, Any] = {}
+    covered: set[nn.Module] = set()
     for prefix, part in module.named_modules():
-        if any(prefix == outer or prefix.startswith(f"{outer}.") for outer in found.get("", ())):
-            continue
-        if plan := _carried(part):
-            found.setdefault("", []).append(prefix)
+        if part not in covered and (plan := _carried(part)):
+            covered |= set(part.modules())
             found |= _resolve(part, plan, f"the plan of {type(part).__name__}", prefix, strict=False)
-    found.pop("", None)
     if not found:
         raise ValueError(
             f"{type(module).__name__} does not say how it is divided over tensor-parallel ranks. Give it a method that "
@@ -106,10 +104,11 @@ def _resolve(module: nn.Module, plan: Any, source: str, prefix: str = "", strict
         raise ValueError(f"{source} is empty: it names no module to divide. For example{_EXAMPLE}")
     names = [name for name, _ in module.named_modules() if name]
     found: dict[str, Any] = {}
+    experts: list[str] = []
     for pattern, style in plan.items():
         style = ALIASES.get(style, style) if isinstance(style, str) else style
         if style in _EXPERTS and not strict:
-            logger.warning("%s: %s stay whole on every tensor-parallel rank (style %s)", source, pattern, style)
+            experts.append(pattern)
             continue
         if style not in STYLES and not isinstance(style, ParallelStyle):
             raise ValueError(
@@ -125,6 +124,8 @@ def _resolve(module: nn.Module, plan: Any, source: str, prefix: str = "", strict
             path = f"{prefix}.{name}" if prefix else name
             if found.setdefault(path, style) != style:
                 raise ValueError(f"{source}: {path} has two styles, {found[path]!r} and {style!r}; name one")
+    if experts:
+        logger.warning("%s: every tensor-parallel rank has all of the experts (%s)", source, ", ".join(experts))
     return found
 
 

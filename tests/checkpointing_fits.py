@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_recompute.checkpoint_loading import is_sharded_checkpoint
-from lightning_recompute.checkpointing_strategy import CheckpointingStrategy
 from lightning_recompute.gpt import GPT
 from lightning_recompute.strategy import RecomputeStrategy
 
@@ -26,15 +25,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {"tensor": {"tensor_parallel_size": 2}, "sh
 SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "vocab_size": 32, "max_length": 8}
 
 
-class Strategy(RecomputeStrategy, CheckpointingStrategy):
-    """Once more with checkpoints, should they not be in it."""
-
-
-def make(layout: str, checkpoint_format: Any = "auto", async_checkpoint: bool = False, **options: Any) -> Strategy:
-    strategy = Strategy(**LAYOUTS.get(layout, {}), **options)
-    strategy.checkpoint_format = checkpoint_format
-    strategy.async_checkpoint = async_checkpoint
-    return strategy
+def make(layout: str, **options: Any) -> RecomputeStrategy:
+    return RecomputeStrategy(**LAYOUTS.get(layout, {}), **options)
 
 
 def make_model(seed: int = 0) -> GPT:

@@ -10,10 +10,18 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from grouped_modules import Manual, Momentum, Plain, fit, loader, outcome, seeded
-from lightning.pytorch.callbacks import EarlyStopping
+from group_cases import SMALL, next_token_loss
+from grouped_modules import Manual, Momentum, Plain, fit, loader, outcome, seeded, whole
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    EarlyStopping,
+    EMAWeightAveraging,
+    StochasticWeightAveraging,
+)
 from torch import nn
 
+from lightning_recompute.gpt import GPT
+from lightning_recompute.reduction import local_part
 from lightning_recompute.strategy import RecomputeStrategy
 
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
@@ -41,7 +49,7 @@ FITS: dict[str, tuple[Callable[[], Plain], dict[str, Any]]] = {
 @functools.cache
 def world_size() -> int:
     """Read at once: Lightning takes it out of the environment at the end of a fit."""
-    return int(os.environ["WORLD_SIZE"])
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def strategy(layout: str, **options: Any) -> RecomputeStrategy:
@@ -59,7 +67,7 @@ def alone(folder: Path) -> dict[str, Any]:
     for name, (make, options) in FITS.items():
         module = seeded(make)
         found[name] = outcome(module, fit(module, folder, "auto", **options))
-    return found
+    return found | {"meta": on_meta(folder, {"one": RecomputeStrategy()})["one"]}
 
 
 def in_groups(folder: Path) -> dict[str, Any]:
@@ -70,6 +78,61 @@ def in_groups(folder: Path) -> dict[str, Any]:
             options = options | {"devices": world_size()}
             trainer = fit(module, folder, strategy(layout), rows(layout), **options)
             found[f"{layout} | {name}"] = outcome(module, trainer)
+    return found
+
+
+class Large(pl.LightningModule):
+    """Builds its network on the meta device, where the processes have met."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: GPT | None = None
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            with torch.device("meta"):
+                self.net = GPT(**SMALL, tied_head=True)
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        assert self.net is not None
+        return {f"net.{name}": style for name, style in self.net.tensor_parallel_plan().items()}
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        assert self.net is not None
+        return next_token_loss(self.net, batch[0])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        held = sum(local_part(p.detach()).numel() for p in self.parameters())
+        due = 0.6 if world_size() > 1 else 1
+        assert held <= due * sum(p.numel() for p in self.parameters()), "a rank holds its share"
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def on_meta(folder: Path, strategies: dict[str, RecomputeStrategy]) -> dict[str, Any]:
+    """The weights that a fit ends with, and what a further validation of the same module sees."""
+    found = {}
+    for layout, chosen in strategies.items():
+        pl.seed_everything(0)
+        module: Any = Large()
+        options = {"devices": world_size(), "precision": "32-true", "max_epochs": 1}
+        trainer = fit(module, folder, chosen, rows(layout), **options)
+        value = trainer.callback_metrics["val_loss"]
+        again = trainer.validate(module, loader(trainer, rows(layout)), verbose=False)[0]["val_loss"]
+        found[layout] = {
+            "weights": {name: whole(p).clone() for name, p in module.named_parameters()},
+            "tied": module.net.head.weight is module.net.token_embedding.weight,
+            "same": float(value) == again,
+            "kinds": sorted({type(p.data).__name__ for p in module.parameters()}),
+        }
     return found
 
 
@@ -155,6 +218,12 @@ class Apart(Plain):
 def refusals(folder: Path) -> dict[str, Any]:
     """Errors that need ranks to be found; what they leave on the module."""
     found = {}
+    for callback in (BatchSizeFinder(), EMAWeightAveraging(), StochasticWeightAveraging(0.1)):
+        try:
+            fit(seeded(Plain), folder, strategy("tp2"), devices=2, callbacks=[callback])
+            found[type(callback).__name__] = "nothing"
+        except ValueError as error:
+            found[type(callback).__name__] = str(error)
     for name, make in {"norm": ForgottenNorm, "batch": Apart, "breaks": Breaks}.items():
         module = seeded(make)
         try:
@@ -170,6 +239,7 @@ def refusals(folder: Path) -> dict[str, Any]:
 def check_all(folder: Path) -> dict[str, Any]:
     assert world_size() in LAYOUTS
     found = {"fits": in_groups(folder), "habits": habits(folder)}
+    found["meta"] = on_meta(folder, {layout: strategy(layout) for layout in LAYOUTS[world_size()]})
     if world_size() == 2:
         found["refusals"] = refusals(folder)
     return found

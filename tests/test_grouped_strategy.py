@@ -53,6 +53,17 @@ def test_a_fit_equals_one_process(found: Found, due: dict[str, Any], name: str) 
     assert all(w.keys() == weights[0].keys() for w in weights)
 
 
+def test_a_module_built_on_the_meta_device(found: Found, due: dict[str, Any]) -> None:
+    """The same values in any layout, ties kept, never whole on a rank; a validation goes on with them."""
+    for rank in found:
+        for layout in LAYOUTS[len(found)]:
+            ours = rank["meta"][layout]
+            assert_close(ours["weights"], due["meta"]["weights"], 1e-6)
+            assert ours["tied"]
+            assert ours["same"]
+            assert ours["kinds"] == ["DTensor"]
+
+
 def test_all_ranks_see_the_same(found: Found) -> None:
     """Decisions are of the whole world (T4); evaluation and a second fit run as in one process."""
     first = found[0]["habits"]
@@ -73,6 +84,8 @@ def test_all_ranks_see_the_same(found: Found) -> None:
 def test_errors_of_the_first_step(found: Found) -> None:
     for rank in found:
         refusals = rank["refusals"]
+        for name in ("BatchSizeFinder", "EMAWeightAveraging", "StochasticWeightAveraging"):
+            assert refusals[name].startswith(f"{name} does not work while the module's parameters are distributed")
         assert refusals["norm"].startswith("ValueError: blocks.0.attn.q_proj.1.norm.weight is alike on all")
         assert "replicated_with_grad_allreduce" in refusals["norm"]
         assert "were given different batches" in refusals["batch"]
