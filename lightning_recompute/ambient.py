@@ -22,11 +22,13 @@ from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from lightning_recompute.errors import RecomputeError
 from lightning_recompute.object_state import Snapshot, has_content, same_bytes, same_state, without_graph
 
 T = TypeVar("T")
 
 _recomputing: contextvars.ContextVar[bool] = contextvars.ContextVar("lightning_recompute.recomputing", default=False)
+_values_last: contextvars.ContextVar[bool] = contextvars.ContextVar("lightning_recompute.values_last", default=False)
 
 # process-wide switches that choose kernels or dtypes, each with its setter
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
@@ -60,6 +62,27 @@ def is_recomputing() -> bool:
     For code inside a block that must run once a step, such as counters and logging.
     """
     return _recomputing.get()
+
+
+def values_last() -> bool:
+    """Whether values that a replay makes live as long as the graph nodes that saved them, or until they are read."""
+    return _values_last.get()
+
+
+@contextlib.contextmanager
+def lasting_values(last: bool = True) -> Iterator[None]:
+    """Forwards within make frames whose values last: where several backward calls go through one graph.
+
+    Each of those calls would replay otherwise. The price is memory: a value is kept after its first use.
+
+    Args:
+        last: Whether they do; False leaves it as it is.
+    """
+    token = _values_last.set(last or values_last())
+    try:
+        yield
+    finally:
+        _values_last.reset(token)
 
 
 def rng_devices(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
@@ -284,3 +307,16 @@ def _run_recomputing(function: Callable[..., T], args: tuple[Any, ...], kwargs: 
 def version_of(tensor: Tensor | None) -> int:
     """The version counter of a tensor; 0 where there is none to read."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def check_version(tensor: Tensor | None, version: int, shape: torch.Size) -> None:
+    """Refuse a tensor that was written in place since it was saved.
+
+    Raises:
+        RecomputeError: It was; in the words of autograd, whose own check hooks switch off.
+    """
+    if version_of(tensor) != version:
+        raise RecomputeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tuple(shape)} is at version {version_of(tensor)}; expected version {version} instead"
+        )

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from lightning_recompute.ambient import version_of
+from lightning_recompute.ambient import check_version, version_of
 from lightning_recompute.errors import RecomputeError
-from lightning_recompute.frame import Frame, check_version, keep, kept
+from lightning_recompute.frame import Frame, keep, kept
 from lightning_recompute.patch import without_dynamo
 from lightning_recompute.prior_recompute import others_recompute
 from lightning_recompute.recompute_unit import Unit, checked_arguments, needs_grad
@@ -139,8 +139,10 @@ class _Reference(_Freed):
         self.check_unwritten()
         if self.value is None:
             self._output.make(self._frame)
-        value, self.value = self.value, None
+        value = self.value
         assert value is not None, "an output is given to every live reference"
+        if not self._frame.values_last:
+            self.value = None
         return self.shaped(value)
 
 

@@ -20,12 +20,14 @@ from torch.utils._pytree import tree_flatten
 from lightning_recompute.ambient import (
     RngStates,
     Surroundings,
+    check_version,
     host_rng,
     rng_devices,
     rng_states,
     same_host_rng,
     same_rng,
     set_rng_states,
+    values_last,
     version_of,
 )
 from lightning_recompute.calls import (
@@ -87,6 +89,7 @@ class Frame:
         # for each call the tensors it returned: place in the output, the tensor, its version
         self._outputs: list[list[tuple[int, weakref.ref[Tensor], int]]] = []
         self._rng_after: RngStates | None = None
+        self.values_last = values_last()
 
     # ---- forward
 
@@ -351,8 +354,10 @@ def _unpack(packed: Packed) -> Tensor:
         return parameter
     if packed.value is None:
         packed.frame.replay()
-    value, packed.value = packed.value, None  # dropped as torch's own saved tensors are: a second backward replays
+    value = packed.value
     assert value is not None, "a replay fills every live holder"
+    if not packed.frame.values_last:
+        packed.value = None  # dropped as torch's own saved tensors are: a second backward replays
     return value
 
 
@@ -374,19 +379,6 @@ def kept(packed: tuple[Tensor, int]) -> Tensor:
     tensor, version = packed
     check_version(tensor, version, tensor.shape)
     return tensor
-
-
-def check_version(tensor: Tensor | None, version: int, shape: torch.Size) -> None:
-    """Refuse a tensor that was written in place since it was saved.
-
-    Raises:
-        RecomputeError: It was; in the words of autograd, whose own check hooks switch off.
-    """
-    if version_of(tensor) != version:
-        raise RecomputeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of shape {tuple(shape)} is at version {version_of(tensor)}; expected version {version} instead"
-        )
 
 
 @contextlib.contextmanager
