@@ -1,0 +1,228 @@
+"""The part of a pipeline that torch.distributed.pipelining runs: the order of forwards and backwards, and transfers.
+
+Torch sees nothing of the user's step: numbers of microbatches go in, a weighted loss of one element comes out. Its
+stages keep a buffer for each microbatch and direction from the first step on; those here have one from receive to
+use, of the shape that the microbatch at hand needs.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining._backward import stage_backward_weight
+from torch.distributed.pipelining.stage import _RecvInfo
+
+from lightning_recompute.step_form import TensorForm
+
+_SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_SEVERAL = {
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "interleaved-zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv-zero-bubble": ScheduleZBVZeroBubble,
+}
+SPLIT_BACKWARD = frozenset({"interleaved-zero-bubble", "zbv-zero-bubble"})
+"""Schedules whose backward runs in two parts, first for the inputs, then for the weights."""
+
+FormOf = Callable[[int, bool], TensorForm]
+"""The hidden state of a microbatch that a stage receives (True) or sends on (False)."""
+
+
+class Chunk(nn.Module):
+    """What torch takes for a stage's module: runs one microbatch by its number.
+
+    Args:
+        run: Called with the hidden state that was received and the number of the microbatch.
+        parameters: Those that the stage's backward reaches.
+        is_first: Whether it receives nothing.
+    """
+
+    def __init__(
+        self, run: Callable[[Tensor | None, int], Tensor], parameters: Sequence[nn.Parameter], is_first: bool
+    ) -> None:
+        super().__init__()
+        self._run = run
+        self._reached = tuple(parameters)
+        self._is_first = is_first
+
+    def forward(self, received: Tensor, microbatch: Tensor) -> Tensor:
+        """Run a microbatch.
+
+        Args:
+            received: The hidden state; on the first stage torch's share of the numbers.
+            microbatch: (1,), its number.
+
+        Returns:
+            The hidden state for the next stage, or the weighted loss.
+        """
+        return self._run(None if self._is_first else received, int(microbatch))
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The parameters that backward reaches; the module does not hold them as its own."""
+        return iter(self._reached)
+
+
+class LazyStage(PipelineStage):
+    """A stage whose receive buffers are there from receive to use.
+
+    Args:
+        chunk: Runs a microbatch.
+        index: Of the stage.
+        num_stages: Of the pipeline.
+        device: Where it runs.
+        group: The ranks of the pipeline.
+        form_of: What it receives and sends.
+    """
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        index: int,
+        num_stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        form_of: FormOf,
+    ) -> None:
+        # torch asks for examples, or infers them by running the step once more
+        numbers = torch.zeros(1, dtype=torch.long)
+        hidden = torch.empty(1, device="meta", requires_grad=True)
+        super().__init__(
+            chunk,
+            index,
+            num_stages,
+            device,
+            input_args=(hidden if index else numbers,),
+            output_args=(hidden,),
+            group=group,
+        )
+        self._form_of = form_of
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        if self.is_first:
+            super()._setup_forward_recv_info(num_microbatches, has_backward)
+            return
+        assert self._stage_meta.inputs is not None
+        for number in range(num_microbatches):
+            self.args_recv_info[number] = (
+                _RecvInfo(f"hidden {number}", self.stage_index - 1, None, self._stage_meta.inputs[0]),
+            )
+
+    def _create_grad_recv_info(self, act_send_info: Any) -> tuple[_RecvInfo, ...]:
+        if self.is_last:
+            return ()
+        assert self._stage_meta.output_grads is not None
+        return (_RecvInfo("gradient", self.stage_index + 1, None, self._stage_meta.output_grads[0]),)
+
+    def _buffer(self, number: int, received: bool) -> Tensor:
+        form = self._form_of(number, received)
+        return torch.empty(form.shape, dtype=form.dtype, device=self.device)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Make room for what is about to come."""
+        if not self.is_first:
+            self.args_recv_info[fwd_chunk_id][0].buffer = self._buffer(fwd_chunk_id, True)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Make room for what is about to come."""
+        if not self.is_last:
+            self.grad_recv_info[bwd_chunk_id][0].buffer = self._buffer(bwd_chunk_id, False)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run it, and let go of what was received: the graph holds it as long as backward needs it."""
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if not self.is_first:
+            self.args_recv_info[fwd_chunk_id][0].buffer = None
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """Run it, and let go of the gradient that was received; the one to be sent is fit for it."""
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if not self.is_last:
+            self.grad_recv_info[bwd_chunk_id][0].buffer = None
+        if self.is_first:
+            self.bwd_cache.pop(bwd_chunk_id)
+            return
+        (gradient,) = self.bwd_cache[bwd_chunk_id]
+        if gradient is None:  # the hidden state was not used
+            gradient = self._buffer(bwd_chunk_id, True).zero_()
+        self.bwd_cache[bwd_chunk_id] = (gradient.contiguous(),)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
+        """Run a part of backward: torch's own, made right for parameters that come to the loss in several ways.
+
+        A penalty on weights beside the loss is such a way. Torch then has a parameter in several groups, each of
+        which adds its whole gradient, and groups that share a part of the graph.
+        """
+        if backward_type == "weight":
+            groups = bwd_kwargs["param_groups"]
+            return stage_backward_weight(self.submod.parameters(), groups, retain_graph=True), None
+        gradients, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        seen: set[Any] = set()
+        for group in groups or ():
+            group["params"] -= seen
+            seen |= group["params"]
+        return gradients, groups and [group for group in groups if group["params"]]
+
+
+def make_schedule(name: str, stages: Sequence[LazyStage], num_microbatches: int) -> Callable[[], None]:
+    """A step of a schedule: forward and backward of all microbatches.
+
+    Args:
+        name: One of `schedules.SCHEDULES`.
+        stages: Those of this rank, in forward order.
+        num_microbatches: How many.
+
+    Returns:
+        Runs one; collective over the ranks of the pipeline.
+    """
+
+    def identity(output: Tensor, target: Tensor) -> Tensor:
+        # another tensor would keep its graph until the end of the step
+        return output
+
+    schedule: Any
+    if name in _SINGLE:
+        schedule = _SINGLE[name](stages[0], num_microbatches, loss_fn=identity, scale_grads=False)
+    else:
+        schedule = _SEVERAL[name](list(stages), num_microbatches, loss_fn=identity, scale_grads=False)
+    numbers = torch.arange(num_microbatches)
+    args = (numbers,) if any(stage.is_first for stage in stages) else ()
+    target = {"target": numbers} if any(stage.is_last for stage in stages) else {}
+    return functools.partial(schedule.step, *args, microbatch=numbers, return_outputs=False, **target)
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Errors of the user's code leave as they are: not wrapped by torch, and without its dump of the schedule."""
+    logger = logging.getLogger("torch.distributed.pipelining.schedules")
+    former = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    except RuntimeError as error:
+        cause: BaseException = error
+        while isinstance(cause, RuntimeError) and cause.__cause__ is not None and "ailed to run" in str(cause):
+            cause = cause.__cause__
+        if cause is error:
+            raise
+        raise cause from None
+    finally:
+        logger.disabled = former
