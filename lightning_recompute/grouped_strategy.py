@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -52,6 +53,7 @@ class GroupedStrategy(CheckpointingStrategy):
         self._restore: list[tuple[Any, str, Any]] = []
         self._first_batch = True
         self._overflow: OverflowAgreement | None = None
+        self._ignored: Any = None
 
     # ---- the groups
 
@@ -115,6 +117,9 @@ class GroupedStrategy(CheckpointingStrategy):
         assert self._groups is not None
         self._parallel = ParallelModule(self.lightning_module, self._groups, self.settings, seed)
         self._parallel.divide(self.block_names)
+        if not self.is_distributed:  # all ranks have the same data: Lightning asks in vain for more `sync_dist`
+            warnings.filterwarnings("ignore", "It is recommended to use `self.log")
+            self._ignored = warnings.filters[0]
         group = self._groups.group("data")
         for part in self.lightning_module.modules():
             if isinstance(part, Metric | SyncBatchNorm):
@@ -230,6 +235,8 @@ class GroupedStrategy(CheckpointingStrategy):
             vars(owner).pop(name, None)
             if former is not _ABSENT:
                 object.__setattr__(owner, name, former)
+        if self._ignored in warnings.filters:
+            warnings.filters.remove(self._ignored)  # type: ignore[attr-defined]  # a list, though typed as a sequence
         if self._overflow is not None:
             self._overflow.remove()
             self._overflow = None

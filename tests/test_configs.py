@@ -71,11 +71,12 @@ ACTIONS = {
     "gpt_bytes_block.yaml": [Full(), Full(), Keep()],
     "hf_llama.yaml": [Selective(("norm", "act"))],
 }
+SEVERAL = ("gpt_bytes_2procs.yaml", "gpt_bytes_tp2.yaml")
 ALONE = [
     (name, command)
     for name, found in COMMANDS.items()
     for command in found
-    if "2procs" not in name and command[0] == "fit"
+    if name not in SEVERAL and command[0] == "fit"
 ]
 
 
@@ -98,8 +99,9 @@ def test_the_commands_run_and_leave_their_reports(name: str, command: list[str],
 
 
 @pytest.mark.xdist_group("two processes")
-def test_two_processes(folder: Path) -> None:
-    (command,) = COMMANDS["gpt_bytes_2procs.yaml"]
+@pytest.mark.parametrize("name", SEVERAL)
+def test_two_processes(name: str, folder: Path) -> None:
+    (command,) = COMMANDS[name]
     program = Path(sys.executable).with_name("lightning-recompute")
     done = subprocess.run(
         [program, *tiny(command, folder)],
