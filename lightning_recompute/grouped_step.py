@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_recompute.data_parallel import Replicated
 from lightning_recompute.parallel import ParallelModule
+from lightning_recompute.reduction import GradientReduction
 from lightning_recompute.sharding import Sharded
 from lightning_recompute.tried_step import TriedStep
 
@@ -27,19 +29,34 @@ class GroupedStep(TriedStep):
         self._parallel = parallel
         self._sharded = parallel.data if isinstance(parallel.data, Sharded) else None
         self.gathers = self._sharded is not None
+        self.averages = isinstance(parallel.data, Replicated)
+        self._averaged: GradientReduction | None = None
         self.has_middle = has_middle and self.gathers
 
     @contextlib.contextmanager
-    def trying(self) -> Iterator[None]:
-        """Surrounds steps that are to leave nothing."""
-        with contextlib.nullcontext() if self._sharded is None else self._sharded.trying():
-            yield
+    def trying(self, stand_ins: Iterable[nn.Parameter] = ()) -> Iterator[None]:
+        """Surrounds steps that are to leave nothing.
+
+        Args:
+            stand_ins: What stands in for the module's parameters, if backward is run.
+        """
+        parameters = list(stand_ins)
+        if self.averages and parameters:
+            self._averaged = GradientReduction(parameters, self._parallel.groups.group("data"))
+        try:
+            with contextlib.nullcontext() if self._sharded is None else self._sharded.trying():
+                yield
+        finally:
+            averaged, self._averaged = self._averaged, None
+            if averaged is not None:
+                averaged.remove()
 
     def forward(self, run: Callable[[], Any]) -> Any:
         """Run the forward."""
         if self._sharded is not None:
             return self._parallel.run(run)
-        # gradients are those of stand-ins: none is averaged over replicas
+        if self._averaged is not None:
+            self._averaged.prepare()
         with contextlib.nullcontext() if self._parallel.tensor is None else self._parallel.tensor.step():
             return run()
 
@@ -52,6 +69,8 @@ class GroupedStep(TriedStep):
         """After each backward."""
         if self._parallel.tensor is not None and self._parallel.syncs:
             self._parallel.tensor.sum_gradients()
+        if self._averaged is not None:
+            self._averaged.finish()
         if self._sharded is not None:
             self._sharded.finish()
 

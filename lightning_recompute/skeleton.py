@@ -112,9 +112,9 @@ class _Account(Ledger):
 class _Recorder:
     """Notes what happens in a step, in the order in which it happens."""
 
-    def __init__(self, account: _Account, *, makes_gradients: bool) -> None:
+    def __init__(self, account: _Account, tried: TriedStep) -> None:
         self.account = account
-        self.makes_gradients = makes_gradients
+        self.tried = tried
         self.is_on = True
         self.moments: list[Moment] = []
         self.passages: list[Passage] = []
@@ -165,7 +165,10 @@ class _Recorder:
 
         anchor = torch.empty(0, requires_grad=True)
         apply: Any = _Shell.apply  # it carries no types
-        made = apply(self, number, module, run, anchor, *(tensor for tensor in given if tensor.requires_grad))
+        # their gradients come by autograd, so that what waits for them is told
+        trained = [p for p in module.parameters() if p.requires_grad] if self.tried.averages else []
+        inputs = [*(tensor for tensor in given if tensor.requires_grad), *trained]
+        made = apply(self, number, module, run, anchor, *inputs)
         leaves, spec = box
         box.clear()
         tensors = iter(made)
@@ -201,7 +204,10 @@ class _Shell(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.recorder, ctx.number, ctx.module = recorder, number, module
-        ctx.likes = [torch.empty_like(tensor, device="meta") for tensor in given]
+        ctx.likes = [
+            tensor.detach() if isinstance(tensor, nn.Parameter) else torch.empty_like(tensor, device="meta")
+            for tensor in given
+        ]
         ctx.devices = [tensor.device for tensor in given]
         return tuple(run())
 
@@ -209,7 +215,7 @@ class _Shell(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.recorder.enter(ctx.number, backward=True)
         made = [torch.zeros_like(like, device=device) for like, device in zip(ctx.likes, ctx.devices, strict=True)]
-        if ctx.recorder.makes_gradients:
+        if ctx.recorder.tried.gathers:
             for parameter in ctx.module.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -256,9 +262,13 @@ def run_skeleton(
     """
     stand_ins: dict[Tensor, Tensor] = {p: nn.Parameter(p.detach(), p.requires_grad) for p in module.parameters()}
     device = next((parameter.device for parameter in stand_ins), torch.device("cpu"))
-    if accumulating and not tried.gathers:
-        for parameter in stand_ins.values():
+
+    def give_gradients() -> None:
+        for parameter in stand_ins.values() if accumulating else ():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+
+    if not (tried.gathers or tried.averages):  # else they are among what is counted
+        give_gradients()
 
     def step(is_noted: bool) -> None:
         recorder.begin(is_noted=is_noted)
@@ -279,6 +289,8 @@ def run_skeleton(
     def steps() -> None:
         for parameter in module.parameters() if tried.gathers else ():
             parameter.grad = None  # `undone` puts it back
+        if tried.averages:
+            give_gradients()
         if accumulating and tried.gathers:
             with tried.without_reduction():
                 step(is_noted=False)
@@ -288,10 +300,10 @@ def run_skeleton(
     with undone(module, block_lists) as stack:
         is_fake = any(isinstance(parameter, FakeTensor) for parameter in module.parameters())
         account = stack.enter_context(contextlib.closing(_Account(device, fake=is_fake, asks=tried.communicates)))
-        recorder = _Recorder(account, makes_gradients=tried.gathers)
+        recorder = _Recorder(account, tried)
         for block, name in distinct_blocks(block_lists):
             stack.callback(Patch(block, shelled_forward, recorder, name).remove)
-        with tried.trying(), account, torch.enable_grad():
+        with tried.trying(stand_ins.values()), account, torch.enable_grad():
             if tried.gathers:
                 steps()
             else:
@@ -299,7 +311,8 @@ def run_skeleton(
         sizes = tuple(account.sizes)
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     gradient_bytes = allocated_bytes(trainable, device)
-    return Skeleton(tuple(recorder.moments), tuple(recorder.passages), sizes, gradient_bytes, tried.gathers)
+    has_gradients = tried.gathers or tried.averages
+    return Skeleton(tuple(recorder.moments), tuple(recorder.passages), sizes, gradient_bytes, has_gradients)
 
 
 def _loss_of(outcome: object) -> list[Tensor]:

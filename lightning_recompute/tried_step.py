@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,15 +17,21 @@ class TriedStep:
         communicates: Whether there are collectives in the step, whose buffers no operator returns.
         gathers: Whether parameters are sharded: gathered and let go of in the course of the step, and their gradients
             reduced. Then nothing can stand in for them.
+        averages: Whether gradients are averaged over replicas in passing buffers.
         has_middle: Whether more than two backwards may come before an optimizer's step.
     """
 
     communicates = False
     gathers = False
+    averages = False
     has_middle = False
 
-    def trying(self) -> AbstractContextManager[object]:
-        """Surrounds steps that are to leave nothing."""
+    def trying(self, stand_ins: Iterable[nn.Parameter] = ()) -> AbstractContextManager[object]:
+        """Surrounds steps that are to leave nothing.
+
+        Args:
+            stand_ins: What stands in for the module's parameters, if backward is run.
+        """
         return contextlib.nullcontext()
 
     def forward(self, run: Callable[[], Any]) -> Any:
