@@ -254,6 +254,9 @@ def _patches(
         for name, style in styles.items()
         if style in ("colwise", "colwise_gather_output") and module.get_submodule(name) in inside
     )
+    # the outermost of them is given the sequence (an adapter around a linear is a parent inside of attention)
+    within = {part for parent in parents for part in parent.modules() if part is not parent and parent not in blocks}
+    parents = dict.fromkeys(parent for parent in parents if parent not in within)
     given_whole = {part for parent in parents if parent not in blocks for part in parent.modules()}
     for part, name in names.items():
         style = styles.get(name)

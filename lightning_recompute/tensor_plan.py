@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -120,13 +120,29 @@ def _resolve(module: nn.Module, plan: Any, source: str, prefix: str = "", strict
             if strict:
                 raise ValueError(f"{source}: no module answers to {pattern!r}; {nearest(pattern, names)}")
             continue
-        for name in matching:
-            path = f"{prefix}.{name}" if prefix else name
+        around = f"{prefix}." if prefix else ""
+        divided = {around + inner: how for name in matching for inner, how in _inner(module, name, style)}
+        for path, style in divided.items():
             if found.setdefault(path, style) != style:
                 raise ValueError(f"{source}: {path} has two styles, {found[path]!r} and {style!r}; name one")
     if experts:
         logger.warning("%s: every tensor-parallel rank has all of the experts (%s)", source, ", ".join(experts))
     return found
+
+
+def _inner(module: nn.Module, name: str, style: Any) -> Iterator[tuple[str, Any]]:
+    """The style of a module, or of the linears inside of an adapter around one (LoRA, as in Hugging Face's PEFT)."""
+    part = module.get_submodule(name)
+    if not isinstance(getattr(part, "base_layer", None), nn.Module) or not isinstance(style, str):
+        yield name, style
+        return
+    is_rowwise = style.startswith("rowwise")
+    styles = {"base_layer": style, "lora_A": style if is_rowwise else "replicate"}
+    styles["lora_B"] = "sequence_parallel" if is_rowwise else style
+    for inner, how in styles.items():
+        held = getattr(part, inner, None)
+        children = [f".{child}" for child, _ in held.named_children()] if isinstance(held, nn.ModuleDict) else [""]
+        yield from ((f"{name}.{inner}{child}", how) for child in children if isinstance(held, nn.Module))
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -157,11 +173,11 @@ def check_sizes(module: nn.Module, styles: Mapping[str, Any], size: int) -> None
         if style.startswith("embedding"):
             _check_embedding(name, part, size)
         elif style.startswith(("colwise", "rowwise")):
-            weight = getattr(part, "weight", None)
+            weight = part._parameters.get("weight")
             if not (hasattr(part, "in_features") and hasattr(part, "out_features") and getattr(weight, "ndim", 0) == 2):
                 raise TypeError(
                     f"{name} is a {type(part).__name__}; the style {style!r} is for linears with in_features, "
-                    "out_features and a weight (out, in)"
+                    "out_features and a weight (out, in) of their own"
                 )
             if style.startswith("colwise"):
                 what = "entries of the vocabulary" if style == "colwise_vocabulary" else "outputs"

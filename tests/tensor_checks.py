@@ -189,6 +189,44 @@ class Divided(nn.Module):
         return x + self.gain * down
 
 
+class Adapted(nn.Module):
+    """A linear with a low-rank adapter, by the names of Hugging Face's PEFT."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, base.out_features, bias=False)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+        return y
+
+
+def adapters() -> dict[str, float]:
+    """LoRA on a frozen model."""
+    found = {}
+
+    def make() -> Any:
+        model: Any = tiny_gpt(attention="eager").requires_grad_(False)
+        torch.manual_seed(4)
+        for block in model.blocks:
+            block.attn.v_proj = Adapted(block.attn.v_proj).double()
+            block.attn.o_proj = Adapted(block.attn.o_proj).double()
+        return model
+
+    alone = make()
+    due = step_alone(alone, lambda: next_token_loss(alone, some_tokens()))
+    for layout in ("tp2", "tp2 sp"):
+        for name in ("none", "uniform-1", "norm"):
+            model = make()
+            loss_of = functools.partial(next_token_loss, model)
+            step = step_in_groups(model, loss_of, some_tokens(), layout, all_plans()[name], list(model.blocks))
+            found[f"{layout} | {name}"] = difference(step, due)
+    return found
+
+
 def unusual() -> dict[str, float]:
     found = {}
     x = torch.randn(4, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -221,7 +259,7 @@ def check_all(folder: Path) -> dict[str, Any]:
         "streams": streams(every),
     }
     if world == 2:
-        found |= {"masks": masks(False), "masks sp": masks(True), "unusual": unusual()}
+        found |= {"masks": masks(False), "masks sp": masks(True), "unusual": unusual(), "adapters": adapters()}
     return found
 
 

@@ -83,6 +83,8 @@ def test_commands_are_commands(line: str) -> None:
     elif command == "python":
         assert (ROOT / words[0]).is_file()
     elif command == "lightning-recompute":
+        if words[0] == "consolidate":  # has no config
+            words = ["consolidate", "--help"]
         helping = any(word.endswith("help") for word in words)
         with pytest.raises(SystemExit) as left:
             main(words if helping else [*words, "--print_config"])

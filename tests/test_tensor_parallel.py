@@ -50,3 +50,9 @@ def test_parameters_used_outside_of_their_modules(found: list[dict[str, Any]]) -
     """A scale of the root's own, a child's weight, torch's attention, linears straight in a block, a block's gain."""
     for rank in found:
         assert {case: off for case, off in rank["unusual"].items() if not off <= 1e-12} == {}
+
+
+@pytest.mark.parametrize("found", [2], indirect=True)
+def test_adapters_on_a_frozen_model(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert {case: off for case, off in rank["adapters"].items() if not off <= 1e-12} == {}
