@@ -189,7 +189,8 @@ class RecomputeCLI(LightningCLI):
                 arguments[name] = of_config.get(name)
         if is_sharded(given):
             logging.getLogger(__name__).warning(
-                "the strategy spreads the model over processes; here it is looked at as a whole, on one device"
+                "the strategy spreads the model over processes; here it is looked at as a whole, on one device. What a "
+                "rank needs is measured in a fit: RecomputeStrategy(memory_budget=...)"
             )
         for name, value in ON_ONE_DEVICE.items():
             trainer[name] = value

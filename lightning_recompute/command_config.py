@@ -77,6 +77,9 @@ def is_sharded(trainer: Config) -> bool:
         trainer: The Trainer's part of the config.
     """
     strategy = trainer.get("strategy")
+    if is_ours(strategy, RecomputeStrategy):
+        given = dict(strategy["init_args"] or {}) if strategy is not None and "init_args" in strategy else {}
+        return bool(given.get("tensor_parallel_size", 1) != 1 or given.get("data_parallel", "replicate") != "replicate")
     name = str(strategy.get("class_path") if isinstance(strategy, Mapping) else strategy).lower()
     return any(word in name for word in ("fsdp", "deepspeed", "modelparallel"))
 

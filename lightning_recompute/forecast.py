@@ -42,7 +42,7 @@ class ParallelSizes:
         for name, size in vars(self).items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"ParallelSizes({name}={size!r}): an int of at least 1 is due")
-        for name in ("tensor", "pipeline", "virtual"):
+        for name in ("pipeline", "virtual"):
             if getattr(self, name) > 1:
                 raise ValueError(f"ParallelSizes({name}={getattr(self, name)}): only 1 can be planned for so far")
 

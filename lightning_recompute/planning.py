@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -55,7 +56,8 @@ def plan_recompute(
             `"22GiB"`, a number of bytes, or a fraction of the module's device.
         optimizer: What trains the module. None: it has no state.
         blocks: Where the blocks are; see `find_blocks`.
-        parallel: Sizes of the parallel groups; None: one device.
+        parallel: Sizes of the parallel groups; None: one device. With `data` each process holds the whole module, as
+            under torch's DistributedDataParallel.
         num_microbatches: Parts, by rows, in which a batch is run; gradients add up.
         schedule: The order of microbatches on several pipeline stages; on one there is nothing to order.
         device: Name of another device to plan for (`"NVIDIA H100 80GB HBM3"`, `"A100"`): time is counted by its peak
@@ -68,18 +70,20 @@ def plan_recompute(
 
     Raises:
         BudgetError: No plan keeps the budget; the message says what the smallest peak is and consists of.
-        ValueError: The budget is no size, or the model's blocks cannot be found or measured.
+        ValueError: The budget is no size, or the model's blocks cannot be found or measured; or the module is, or is
+            to be, divided over processes, which have to measure it together.
     """
     if schedule != "1f1b":
         raise ValueError(
             f"schedule={schedule!r}: it orders microbatches on several stages, and there is one; leave it out"
         )
+    parallel = parallel or ParallelSizes()
+    _check_whole(module, parallel)
     where = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     within = budget_bytes(memory_budget, where)
     if device is not None:
         prices = prices or prices_of(device, module)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-    parallel = parallel or ParallelSizes()
     profile = profile_batch(
         module,
         first_microbatch(batch, num_microbatches),
@@ -89,6 +93,19 @@ def plan_recompute(
         other_bytes=bucket_bytes(module, parallel.data),
     )
     return forecast_within(profile, within, prices=prices)
+
+
+def _check_whole(module: nn.Module, parallel: ParallelSizes) -> None:
+    """Refuse a module of which a process has, or is to have, a part."""
+    divided = next((name for name, p in module.named_parameters() if isinstance(p.data, DTensor)), None)
+    if divided is not None or parallel.tensor > 1:
+        found = f"{divided} is divided over processes" if divided else f"ParallelSizes(tensor={parallel.tensor})"
+        raise ValueError(
+            f"{found}: what a rank needs is measured by all ranks together, in a fit: "
+            f"Trainer(strategy=RecomputeStrategy(memory_budget=..., tensor_parallel_size={max(parallel.tensor, 2)})) "
+            "makes the plan at the first batch, and strategy.forecast holds it. Here give the whole module, and "
+            "ParallelSizes without tensor"
+        )
 
 
 def first_microbatch(batch: Any, num_microbatches: int) -> Any:

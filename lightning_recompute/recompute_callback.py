@@ -43,9 +43,10 @@ class Recompute(pl.Callback):
         distribute_saved_activations: Keep unit inputs as shards over the tensor-parallel group. Needs such a group.
         offload_saved_activations: Keep unit inputs in host memory. Refused where the run itself is on the CPU.
         memory_budget: Choose the fastest plan whose peak keeps this budget, from a measurement on the first batch: a
-            size (`22GiB`), a number of bytes, or a fraction of the device (0.9; of a CPU, of what the process may use).
-            The plan and its predicted peak are logged; a larger batch is planned for anew. Excludes the six words
-            above: each has to be left at its default. Not under FSDP.
+            size (`22GiB`), a number of bytes, or a fraction of the device (0.9; of a CPU, of what the process may use,
+            divided by the processes of the run on this machine). With several processes it is what each of them may
+            need, and all get the same plan. The plan and its predicted peak are logged; a larger batch is planned for
+            anew. Excludes the six words above: each has to be left at its default. Not under FSDP.
         plan: An explicit plan, or the path of one that a run wrote (`plan.yaml`). Excludes the six words and
             `memory_budget`.
         blocks: Where the blocks are: dotted path(s) of block lists (`model.layers`) or class name(s) of blocks
@@ -129,7 +130,9 @@ class Recompute(pl.Callback):
         with _unwrapped(pl_module) as sharded:
             if self._session.budget is not None and (sharded or _is_sharded(pl_module)):
                 raise ValueError(
-                    "memory_budget under FSDP: what a shard needs cannot be planned for. Give the six words, or a plan"
+                    "memory_budget under FSDP: a callback cannot measure shards that another strategy made. Give the "
+                    "six words, or a plan; or take Trainer(strategy=RecomputeStrategy(memory_budget=..., "
+                    "data_parallel='shard'))"
                 )
             self._session.begin(pl_module, trainer, trainer.strategy.root_device, logger)
         if self._session.handle is not None and (unit := _unit_across(self._session.handle, sharded)):

@@ -260,7 +260,7 @@ def run_skeleton(
     Raises:
         ValueError: What `run` returns does not depend on a trainable parameter.
     """
-    stand_ins: dict[Tensor, Tensor] = {p: nn.Parameter(p.detach(), p.requires_grad) for p in module.parameters()}
+    stand_ins: dict[Tensor, nn.Parameter] = {p: nn.Parameter(p.detach(), p.requires_grad) for p in module.parameters()}
     device = next((parameter.device for parameter in stand_ins), torch.device("cpu"))
 
     def give_gradients() -> None:

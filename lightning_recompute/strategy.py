@@ -62,9 +62,11 @@ class RecomputeStrategy(GroupedStrategy):
         distribute_saved_activations: Keep unit inputs as shards over the tensor-parallel group. Needs such a group.
         offload_saved_activations: Keep unit inputs in host memory. Refused where the run itself is on the CPU.
         memory_budget: Choose the fastest plan whose peak keeps this budget, from a measurement on the first batch: a
-            size (`22GiB`), a number of bytes, or a fraction of the device (0.9; of a CPU, of what the process may use).
-            The plan and its predicted peak are logged; a larger batch is planned for anew. Excludes the six words
-            above: each has to be left at its default.
+            size (`22GiB`), a number of bytes, or a fraction of the device (0.9; of a CPU, of what the process may use,
+            divided by the processes of the run on this machine). With several processes it is what each of them may
+            need, all get the same plan, and where blocks are sharded a unit is one block. The plan and its predicted
+            peak are logged; a larger batch is planned for anew. Excludes the six words above: each has to be left at
+            its default.
         plan: An explicit plan, or the path of one that a run wrote (`plan.yaml`). Excludes the six words and
             `memory_budget`.
         tensor_parallel_size: Ranks that share each layer; the others divide the data. The module says how its layers
