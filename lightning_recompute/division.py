@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
+from lightning_recompute.plan import Keep, RecomputePlan, Segment
+
 Split = Literal["count"] | Sequence[int]
 """How blocks are divided over chunks: as evenly as it goes, or the number of blocks of each chunk in forward order."""
 
@@ -83,6 +85,30 @@ class Division:
         """The chunk that runs a block; before the first block it is the first, after the last the last."""
         stops = accumulate(self.lengths)
         return next((chunk for chunk, stop in enumerate(stops) if block < stop), self.num_chunks - 1)
+
+    def part_of(self, plan: RecomputePlan, rank: int) -> RecomputePlan:
+        """What a rank has to do of a plan for the whole model.
+
+        Args:
+            plan: Of all blocks.
+            rank: Of the pipeline.
+
+        Returns:
+            A plan of all blocks that keeps everything of other ranks; units end where chunks do.
+
+        Raises:
+            ValueError: The plan is for another number of blocks.
+        """
+        if plan.num_blocks != sum(self.lengths):
+            raise ValueError(f"the plan covers {plan.num_blocks} blocks, the stages have {sum(self.lengths)}")
+        segments = []
+        for chunk, (first, last) in enumerate(self.bounds):
+            for segment in plan.segments:
+                start, stop = max(first, segment.start), min(last, segment.stop)
+                if start < stop:
+                    action = segment.action if self.rank_of(chunk) == rank else Keep()
+                    segments.append(Segment(start, stop, action))
+        return RecomputePlan(tuple(segments))
 
     @property
     def last_rank(self) -> int:

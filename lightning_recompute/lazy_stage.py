@@ -7,7 +7,6 @@ use, of the shape that the microbatch at hand needs.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -110,6 +109,9 @@ class LazyStage(PipelineStage):
             group=group,
         )
         self._form_of = form_of
+        self.sends_itself = False
+        """Whether torch is not to send: where it runs several stages it keeps what was sent until the step ends."""
+        self._underway: dict[str, tuple[dist.Work, Tensor]] = {}
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         if self.is_first:
@@ -142,6 +144,34 @@ class LazyStage(PipelineStage):
         if not self.is_last:
             self.grad_recv_info[bwd_chunk_id][0].buffer = self._buffer(bwd_chunk_id, False)
         return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Send a hidden state, or leave that to torch."""
+        return self._sending("hidden", super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Send a gradient, or leave that to torch."""
+        return self._sending("gradient", super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _sending(self, kind: str, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        """One of a kind is underway at a time. Torch places each receive where its send is placed, so none waits long.
+
+        The peer comes to that receive without anything that this rank does later.
+        """
+        if not self.sends_itself or not ops:
+            return ops
+        (op,) = ops
+        if kind in self._underway:
+            self._underway.pop(kind)[0].wait()
+        work = dist.isend(op.tensor, group=op.group, group_dst=op.group_peer)
+        assert work is not None
+        self._underway[kind] = work, op.tensor
+        return []
+
+    def finish_sending(self) -> None:
+        """Wait until everything is sent."""
+        while self._underway:
+            self._underway.popitem()[1][0].wait()
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run it, and let go of what was received: the graph holds it as long as backward needs it."""
@@ -203,10 +233,18 @@ def make_schedule(name: str, stages: Sequence[LazyStage], num_microbatches: int)
         schedule = _SINGLE[name](stages[0], num_microbatches, loss_fn=identity, scale_grads=False)
     else:
         schedule = _SEVERAL[name](list(stages), num_microbatches, loss_fn=identity, scale_grads=False)
+        for stage in stages:
+            stage.sends_itself = True
     numbers = torch.arange(num_microbatches)
     args = (numbers,) if any(stage.is_first for stage in stages) else ()
     target = {"target": numbers} if any(stage.is_last for stage in stages) else {}
-    return functools.partial(schedule.step, *args, microbatch=numbers, return_outputs=False, **target)
+
+    def step() -> None:
+        schedule.step(*args, microbatch=numbers, return_outputs=False, **target)
+        for stage in stages:
+            stage.finish_sending()
+
+    return step
 
 
 @contextmanager

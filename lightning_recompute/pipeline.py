@@ -279,11 +279,7 @@ class PipelineModule:
 
     def _check_first_step(self, loss: Tensor | None) -> None:
         """What the probe cannot see: values of other stages that come to the loss, or into what blocks are given."""
-        digests = {
-            (chunk, index): value
-            for chunk, stage in self._stages.items()
-            for index, value in (stage.digests or {}).items()
-        }
+        digests = [pair for stage in self._stages.values() for pair in (stage.digests or {}).items()]
         found: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(found, (digests, loss is not None and bool(loss.isnan())), group=self._group)
         given: dict[int, set[str]] = {}

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
-from models import LENGTH, MODELS, VOCABULARY, WIDTH, Batch
+from models import LENGTH, MODELS, VOCABULARY, WIDTH, Batch, gpt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 ROWS = 8
+
+OURS = {
+    "gpt-tied": replace(MODELS["gpt-sdpa"], build=lambda: gpt("sdpa", tied_head=True)),
+}
 
 
 def without_dropout(module: nn.Module) -> nn.Module:
@@ -41,7 +48,7 @@ class Task(nn.Module):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.case = MODELS[name]
+        self.case = OURS.get(name) or MODELS[name]
         self.model = without_dropout(self.case.build())
 
     def batch(self, rows: int = ROWS) -> Batch:
@@ -143,6 +150,22 @@ class Pair(nn.Module):
         return self.inner(hidden), hidden.size(1)
 
 
+class Shared(Toy):
+    """One norm in all blocks and behind them, so that every stage owns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH).double()
+        for block in self.blocks:
+            block.norm1 = self.norm  # type: ignore[assignment]
+
+    def training_step(self, batch: Batch) -> Any:
+        hidden = self.embedding(batch["input_ids"])
+        for block in self.blocks:
+            hidden = block(hidden)
+        return cross_entropy(self.head(self.norm(hidden)), batch["labels"])
+
+
 class Frozen(Toy):
     """Embedding and the first blocks are frozen."""
 
@@ -189,6 +212,52 @@ class Masked(Toy):
         for block in self.blocks:
             hidden = block(hidden, src_key_padding_mask=padding)
         return cross_entropy(self.head(hidden), batch["labels"])
+
+
+class Counted(Toy):
+    """Blocks count their forwards, and how many of these backward has still to come to."""
+
+    num_blocks = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Counting() for _ in range(self.num_blocks)])
+        self.double().train()
+
+
+class Counting(Pair):
+    # of the class, where a replay does not put them back
+    alive: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+    calls: ClassVar[Counter[int]] = Counter()
+    most = 0
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = Counting.made = Counting.made + 1
+
+    def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
+        Counting.calls[self.number] += 1
+        marked: Tensor = _Alive.apply(hidden)  # type: ignore[no-untyped-call]
+        Counting.most = max(Counting.most, len(Counting.alive))
+        output: Tensor = self.inner(marked)
+        return output
+
+
+class Mark:
+    """Lives as long as a node of the graph."""
+
+
+class _Alive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        ctx.mark = Mark()
+        Counting.alive.add(ctx.mark)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
 
 
 # ---- what is refused
@@ -263,8 +332,8 @@ class Nothing(Toy):
 
 
 TOYS: dict[str, Callable[[], Toy]] = {
-    cls.__name__: cls for cls in (Toy, ClassToken, Shapes, Frozen, Unused, Data, Noise, Masked)
-}
+    cls.__name__: cls for cls in (Toy, ClassToken, Shapes, Frozen, Unused, Data, Noise, Masked, Counted, Shared)
+} | {cls.__name__: cls for cls in (Skip, Deep, Hidden, Extra, Twice, Nothing)}
 
 
 def made(name: str, seed: int = 0) -> Any:

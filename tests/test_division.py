@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_recompute.division import Division
+from lightning_recompute.plan import Full, Keep, RecomputePlan, Segment
 
 
 def test_blocks_are_divided_by_count() -> None:
@@ -52,3 +53,13 @@ def test_lists_that_do_not_fit(split: Any, error: type[Exception], words: str) -
 def test_more_stages_than_blocks() -> None:
     with pytest.raises(ValueError, match="3 blocks for 4 pipeline stages"):
         Division.of(3, 2, "interleaved-1f1b", 2)
+
+
+def test_a_rank_keeps_what_is_not_its_own() -> None:
+    division = Division.of(6, 2, "1f1b", 1)
+    plan = RecomputePlan((Segment(0, 2, Full()), Segment(2, 4, Full()), Segment(4, 6, Keep())))
+    mine = (Segment(0, 2, Full()), Segment(2, 3, Full()), Segment(3, 4, Keep()), Segment(4, 6, Keep()))
+    assert division.part_of(plan, 0).segments == mine
+    assert [segment.action for segment in division.part_of(plan, 1).segments] == [Keep(), Keep(), Full(), Keep()]
+    with pytest.raises(ValueError, match="covers 2 blocks, the stages have 6"):
+        division.part_of(RecomputePlan((Segment(0, 2, Full()),)), 0)
