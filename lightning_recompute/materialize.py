@@ -44,6 +44,12 @@ class Materializer:
         self._device = device
         self._seed = seed
         self._names = {part: name for name, part in root.named_modules()}
+        # a parameter that several modules have starts from what the first of them says
+        self._owners: dict[nn.Parameter, nn.Module] = {}
+        for part in self._names:
+            for parameter in part._parameters.values():
+                if parameter is not None:
+                    self._owners.setdefault(parameter, part)
         self._initializers = dict(_initializers(root))
         self._made: dict[nn.Parameter, nn.Parameter] = {}
 
@@ -66,6 +72,9 @@ class Materializer:
     def _make(self, part: nn.Module) -> None:
         due = {name: p for name, p in part._parameters.items() if p is not None and p.is_meta}
         for name, former in list(due.items()):
+            first = self._owners.get(former, part)
+            if first is not part and former not in self._made:
+                self._make(first)
             if former in self._made:  # tied to what has values by now
                 part._parameters[name] = self._made[former]
                 del due[name]
