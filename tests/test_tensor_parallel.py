@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from distributed import in_ranks
-from tensor_checks import check_all
+from tensor_checks import ARCHITECTURES, check_all, check_every_pair
 
 pytestmark = pytest.mark.xdist_group("tensor parallel")
 
@@ -56,3 +57,14 @@ def test_parameters_used_outside_of_their_modules(found: list[dict[str, Any]]) -
 def test_adapters_on_a_frozen_model(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert {case: off for case, off in rank["adapters"].items() if not off <= 1e-12} == {}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_every_plan_under_every_layout(num_processes: int, tmp_path: Path) -> None:
+    for rank in in_ranks(check_every_pair, tmp_path, limit=1500, num_processes=num_processes):
+        assert [case for case, equal in rank["streams"].items() if not equal] == []
+        for check, tolerance in {"fp64": 1e-12, "fp32": 2e-6}.items():
+            for name in ARCHITECTURES:
+                off = {case: value for case, value in rank[f"{check} {name}"].items() if not value <= tolerance}
+                assert off == {}, (check, name)
