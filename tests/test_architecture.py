@@ -54,6 +54,7 @@ FACING_LIGHTNING = {
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 # parts of the engine that are tested through it, and others without a file of their own
 COVERED_BY = {
+    "agreement": "test_planning_groups.py",
     "calls": "test_recompute_inputs.py",
     "callbacks": "test_memory_report.py",
     "command_config": "test_compare_command.py",
@@ -61,6 +62,7 @@ COVERED_BY = {
     "first_step": "test_inspect_command.py",
     "frame": "test_recompute_backward.py",
     "gathered_linear": "test_collectives.py",
+    "grouped_step": "test_planning_groups.py",
     "lightning_private": "test_lightning_traps.py",
     "lone_block": "test_inspection.py",
     "overview": "test_plan_command.py",
@@ -78,7 +80,9 @@ COVERED_BY = {
     "shard_choice": "test_data_parallel.py",
     "sharding": "test_data_parallel.py",
     "step_memory": "test_plan_command.py",
+    "stragglers": "test_planning_groups.py",
     "tensor_styles": "test_tensor_parallel.py",
+    "tried_step": "test_planning_groups.py",
     "trials": "test_compare_command.py",
     "version": "test_package.py",
     "vocabulary": "test_collectives.py",
