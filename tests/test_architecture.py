@@ -24,7 +24,9 @@ TORCH_FREE = {
     "plan",
     "planner",
     "policy",
+    "schedule_actions",
     "schedules",
+    "step_time",
     "units",
     "version",
 }
