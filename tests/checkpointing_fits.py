@@ -25,8 +25,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {"tensor": {"tensor_parallel_size": 2}, "sh
 SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "vocab_size": 32, "max_length": 8}
 
 
-def make(layout: str, **options: Any) -> RecomputeStrategy:
-    return RecomputeStrategy(**LAYOUTS.get(layout, {}), **options)
+def make(
+    layout: str, checkpoint_format: Any = "auto", async_checkpoint: bool = False, **options: Any
+) -> RecomputeStrategy:
+    return RecomputeStrategy(
+        **LAYOUTS.get(layout, {}), checkpoint_format=checkpoint_format, async_checkpoint=async_checkpoint, **options
+    )
 
 
 def make_model(seed: int = 0) -> GPT:
