@@ -21,7 +21,7 @@ from lightning_recompute.clipping import OverflowAgreement, clip_norm, clip_valu
 from lightning_recompute.grouped_step import GroupedStep
 from lightning_recompute.groups import ParallelGroups, data_size
 from lightning_recompute.lightning_private import set_device_mesh
-from lightning_recompute.materialize import Materializer
+from lightning_recompute.materialize import Materializer, is_meta
 from lightning_recompute.parallel import ParallelModule, ParallelSettings, check_same_batch
 from lightning_recompute.tried_step import LONE_STEP, TriedStep
 
@@ -112,7 +112,8 @@ class GroupedStrategy(CheckpointingStrategy):
         assert self.lightning_module is not None
         seed = self.broadcast(torch.initial_seed())
         if not self.is_grouped:
-            Materializer(self.lightning_module, self.root_device, seed)(self.lightning_module.modules())
+            if is_meta(self.lightning_module):
+                Materializer(self.lightning_module, self.root_device, seed)(self.lightning_module.modules())
             return
         assert self._groups is not None
         self._parallel = ParallelModule(self.lightning_module, self._groups, self.settings, seed)
@@ -219,7 +220,9 @@ class GroupedStrategy(CheckpointingStrategy):
         return super().reduce(tensor, self._data_group(group), reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Stack the tensors of the data-parallel ranks, (data_parallel_size, *shape)."""
+        """Stack the tensors of the data-parallel ranks, (data_parallel_size, *shape); of one: the tensor itself."""
+        if group is None and not self.is_distributed:
+            return tensor
         return super().all_gather(tensor, self._data_group(group), sync_grads)
 
     def _data_group(self, group: Any | None) -> Any | None:

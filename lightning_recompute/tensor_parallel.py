@@ -63,14 +63,19 @@ class TensorParallel:
 
     def sum_gradients(self) -> None:
         """Sum the gradients of which each rank has a part; to be called once before they are used."""
-        pending = [
-            parameter
-            for parameter in self.module.parameters()
-            if isinstance(parameter.grad, DTensor) and any(map(Placement.is_partial, parameter.grad.placements))
-        ]
-        for parameter in pending:
-            gradient: Any = parameter.grad
-            parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+        pending: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in self.module.parameters():
+            if isinstance(parameter.grad, DTensor) and any(map(Placement.is_partial, parameter.grad.placements)):
+                pending.setdefault(parameter.grad.dtype, []).append(parameter)
+        for parameters in pending.values():
+            parts = [parameter.grad.to_local() for parameter in parameters]  # type: ignore[union-attr]  # DTensors
+            joined = torch.cat([part.reshape(-1) for part in parts])
+            torch.distributed.all_reduce(joined, group=self.region.group)
+            for parameter, total in zip(parameters, joined.split([part.numel() for part in parts]), strict=True):
+                value: Any = parameter.data
+                parameter.grad = DTensor.from_local(
+                    total.view(parameter.shape), value.device_mesh, value.placements, run_check=False
+                )
 
     def check_gradients(self) -> None:
         """Refuse gradients that should be alike on all ranks and are not.
