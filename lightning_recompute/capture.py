@@ -93,6 +93,7 @@ class BlockCall:
     def release(self) -> None:
         """Let go of the tensors, after which the call cannot be made again."""
         self.tensors.clear()
+        self._leaves.clear()  # a cache of keys and values holds tensors of blocks before
         del self.state
 
 
