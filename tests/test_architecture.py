@@ -26,6 +26,8 @@ TORCH_FREE = {
     "policy",
     "schedule_actions",
     "schedules",
+    "stage_plans",
+    "stage_split",
     "step_time",
     "units",
     "version",
