@@ -111,7 +111,7 @@ class Budget:
             return search_plans(profile)
 
         if below is None:
-            forecast = _agreed(lambda within: forecast_from(search(), within), limit)
+            forecast = _agreed(together, lambda within: forecast_from(search(), within), limit)
         else:
             forecast = _below(search(), below, limit)
         profile.release()  # before the step, whose memory was planned without them
@@ -162,9 +162,9 @@ class Budget:
             recorder.meter.close()
 
 
-def _agreed(make: Callable[[int], Forecast], limit: int) -> Forecast:
+def _agreed(together: Agreement, make: Callable[[int], Forecast], limit: int) -> Forecast:
     """The first process's plan, within less where it would not fit on another."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if not together.is_shared:
         return make(limit)
     within = limit
     while True:

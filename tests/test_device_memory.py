@@ -44,6 +44,12 @@ def test_budgets_are_read(budget: str | float, due: int) -> None:
     assert isinstance(budget_bytes(budget, "cpu"), int)
 
 
+@pytest.mark.usefixtures("_device_of_1000_bytes")
+def test_a_fraction_is_shared_by_the_processes_of_a_device() -> None:
+    assert budget_bytes(0.9, "cpu", num_processes=3) == 300
+    assert budget_bytes("1KiB", "cpu", num_processes=3) == 1024
+
+
 @pytest.mark.parametrize(
     ("budget", "error", "words"),
     [
