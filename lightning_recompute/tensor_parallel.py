@@ -8,7 +8,7 @@ Nothing is wrapped: names, classes, state-dict keys and ties stay as they were.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from lightning_recompute import tensor_styles as forwards
 from lightning_recompute.blocks import BlockList, find_blocks
+from lightning_recompute.labels import find_targets
 from lightning_recompute.patch import Patch
 from lightning_recompute.rank_stream import RankStream
-from lightning_recompute.tensor_plan import Plan, check_sizes, find_plan
+from lightning_recompute.tensor_plan import Plan, check_sizes, find_plan, shared_outputs
 from lightning_recompute.tensor_styles import TensorRegion
 from lightning_recompute.whole import replace_parameters
 
@@ -262,7 +263,8 @@ def _patches(
     # the outermost of them is given the sequence (an adapter around a linear is a parent inside of attention)
     within = {part for parent in parents for part in parent.modules() if part is not parent and parent not in blocks}
     parents = dict.fromkeys(parent for parent in parents if parent not in within)
-    given_whole = {part for parent in parents if parent not in blocks for part in parent.modules()}
+    undivided = _undivided(blocks, parents) if region.sequence else []
+    given_whole = {part for parent in (*parents, *undivided) if parent not in blocks for part in parent.modules()}
     for part, name in names.items():
         style = styles.get(name)
         joins = part in inside and part not in given_whole
@@ -279,6 +281,8 @@ def _patches(
             yield Patch(part, forwards.splitting_forward, region)
         elif style == "dropout":
             yield Patch(part, forwards.apart_forward, region)
+        elif style == "mla_kv_a_proj":
+            yield Patch(part, forwards.latent_forward, region, shared_outputs(module, name))
         elif style in _WHOLE and part is not module and (part._parameters or _is_torchs(part)):
             is_share = style == "replicated_with_grad_allreduce" or (
                 region.sequence and (style == "sequence_parallel" or (style is None and joins))
@@ -289,9 +293,24 @@ def _patches(
         for index, block in enumerate(found.blocks if region.sequence else ()):
             is_first, is_last = index == 0, index + 1 == len(found.blocks)
             yield Patch(block, forwards.block_forward, region, is_first and not begins, is_last and not begins)
+    for part in undivided:
+        yield Patch(part, forwards.undivided_forward, region)
     for parent in parents:
         if parent is not module and not (region.sequence and parent in blocks):
             yield Patch(parent, forwards.parent_forward, region, parent not in blocks)
+
+
+def _undivided(blocks: Iterable[nn.Module], parents: Iterable[nn.Module]) -> list[nn.Module]:
+    """Attention of blocks of which the plan divides nothing."""
+    divided = set(parents)
+    found = []
+    for block in blocks:
+        for target in find_targets(block, ("attn",))[0]:
+            for name in target.names:
+                part = block.get_submodule(name)
+                if part is not block and block not in divided and divided.isdisjoint(part.modules()):
+                    found.append(part)
+    return list(dict.fromkeys(found))
 
 
 def _is_torchs(part: nn.Module) -> bool:

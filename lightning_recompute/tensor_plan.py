@@ -30,6 +30,7 @@ STYLES: dict[str, str] = {
     "replicate_split_output": "whole on every rank; under sequence_parallel each takes its part of the output",
     "sequence_parallel": "whole on every rank; under sequence_parallel it works on the rank's part of the sequence",
     "replicated_with_grad_allreduce": "whole on every rank, works on the rank's own heads: gradients are summed",
+    "mla_kv_a_proj": "whole on every rank; the rank's own heads read the rotary part of its outputs",
     "dropout": "draws for the rank's part of the sequence under sequence_parallel",
 }
 """Every style with what it means."""
@@ -170,7 +171,9 @@ def check_sizes(module: nn.Module, styles: Mapping[str, Any], size: int) -> None
         part = module.get_submodule(name)
         if not isinstance(style, str):
             continue
-        if style.startswith("embedding"):
+        if style == "mla_kv_a_proj":
+            shared_outputs(module, name)
+        elif style.startswith("embedding"):
             _check_embedding(name, part, size)
         elif style.startswith(("colwise", "rowwise")):
             weight = part._parameters.get("weight")
@@ -195,6 +198,22 @@ def _check_embedding(name: str, part: nn.Module, size: int) -> None:
     if odd:
         raise ValueError(f"{name} is an embedding with {' and '.join(odd)}, which a divided one cannot have")
     _check(name, part.num_embeddings, "entries of the vocabulary", size)
+
+
+def shared_outputs(module: nn.Module, name: str) -> int:
+    """How many of a latent projection's last outputs all heads read (multi-head latent attention).
+
+    Raises:
+        ValueError: Neither the module around it nor its config has a `qk_rope_head_dim`.
+    """
+    parent = module.get_submodule(name.rpartition(".")[0])
+    for owner in (parent, getattr(parent, "config", None)):
+        if isinstance(found := getattr(owner, "qk_rope_head_dim", None), int):
+            return found
+    raise ValueError(
+        f"{name} has the style 'mla_kv_a_proj', and {type(parent).__name__} around it has no qk_rope_head_dim: give it "
+        "that attribute, the number of outputs that all heads share"
+    )
 
 
 def _check_heads(module: nn.Module, name: str, part: Any, size: int) -> None:

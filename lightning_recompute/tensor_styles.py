@@ -327,6 +327,31 @@ def parent_forward(original: Forward, region: TensorRegion, joins: bool, /, *arg
 
 
 @torch.compiler.disable
+def undivided_forward(original: Forward, region: TensorRegion, /, *args: Any, **kwargs: Any) -> Any:
+    """Of attention that every rank does alike, and that needs the whole sequence under sequence parallelism."""
+    if not region.in_parts or (x := first_hidden(args, kwargs, ndim=2)) is None:
+        return original(*args, **kwargs)
+    args, kwargs = _exchange(args, kwargs, x, join(x, SEQUENCE, region.group))
+    before = region.stream.switch(apart=False)
+    try:
+        result = original(*args, **kwargs)
+    finally:
+        region.stream.switch(before)
+    if (y := _first_output(result)) is None:
+        return result
+    part = split(y, SEQUENCE, region.group)
+    return tree_map(lambda leaf: part if leaf is y else leaf, result)
+
+
+@torch.compiler.disable
+def latent_forward(original: Forward, region: TensorRegion, shared: int, /, *args: Any, **kwargs: Any) -> Any:
+    """Of a linear that every rank has whole, whose last `shared` outputs are read by each rank's own heads."""
+    y = _run(original, False, args, kwargs)
+    own = y.shape[-1] - shared
+    return torch.cat((y[..., :own], enter(y[..., own:], region.group)), dim=-1)
+
+
+@torch.compiler.disable
 def block_forward(
     original: Forward, region: TensorRegion, splits: bool, joins: bool, /, *args: Any, **kwargs: Any
 ) -> Any:

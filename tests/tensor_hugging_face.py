@@ -31,6 +31,21 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
 }
 FEW_HEADS = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "num_key_value_heads": 4,
+}
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL)),
     "llama, eager, tied, biases": lambda: hf.LlamaForCausalLM(
@@ -45,9 +60,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "phi3": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**SMALL)),
     "olmo2": lambda: hf.Olmo2ForCausalLM(hf.Olmo2Config(**SMALL)),
     "gpt_neox": lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**FEW_HEADS)),
-    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**SMALL, num_local_experts=4)),
+    # heads with a latent of their own and a part that all share
+    "deepseek_v2": lambda: hf.DeepseekV2ForCausalLM(hf.DeepseekV2Config(**FEW_HEADS, **LATENT)),
+    # plans that leave attention whole
+    "gpt_oss": lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**SMALL, **EXPERTS, head_dim=8)),
+    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**SMALL, **EXPERTS)),
 }
-SINGLE = ("mixtral", "gemma2")
+SINGLE = ("mixtral", "gemma2", "deepseek_v2", "gpt_oss")
 """Experts' kernels have no float64; Gemma computes its norms in float32 whatever it is given."""
 
 

@@ -137,6 +137,11 @@ def test_styles_that_do_not_fit_their_module(module: nn.Module, style: str) -> N
         check_sizes(Wrapped(module), {"net": style}, 2)
 
 
+def test_a_latent_projection_needs_its_number() -> None:
+    with pytest.raises(ValueError, match="Wrapped around it has no qk_rope_head_dim"):
+        check_sizes(Wrapped(nn.Linear(4, 4)), {"net": "mla_kv_a_proj"}, 2)
+
+
 def test_embeddings_that_cannot_be_divided() -> None:
     with pytest.raises(ValueError, match="max_norm and sparse"):
         check_sizes(Wrapped(nn.Embedding(4, 4, max_norm=1.0, sparse=True)), {"net": "embedding_rowwise"}, 2)
