@@ -27,11 +27,11 @@ SCHEDULES = {
 }
 # every model under one of the schedules at least, every schedule with several models
 PAIRS = {
-    "1f1b": ("gpt-tied", "gpt-rotary-gqa-swiglu", "gpt2-eager", "Frozen", "Data"),
-    "gpipe": ("gpt-tied", "bert-sdpa", "Shapes"),
+    "1f1b": ("gpt-tied", "gpt-rotary-gqa-swiglu", "gpt2-eager", "Data"),
+    "gpipe": ("bert-sdpa", "vit-sdpa", "Shapes"),
     "interleaved": ("llama-eager", "encoder-post-norm", "Unused"),
     "interleaved-zb": ("gpt2-sdpa", "ClassToken", "Frozen"),
-    "zbv": ("gpt-tied", "llama-sdpa", "vit-eager", "Shapes", "Masked", "bert-sdpa"),
+    "zbv": ("gpt-tied", "llama-sdpa", "ClassToken", "Shapes", "Masked"),
 }
 
 
