@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from torch.distributed.tensor import DTensor
 from lightning_recompute.gpt import GPT
 from lightning_recompute.groups import ParallelGroups
 from lightning_recompute.memory import Meter, open_meter
+from lightning_recompute.paper_formulas import per_sbh
 from lightning_recompute.policy import RecomputePolicy
 from lightning_recompute.recompute import apply_recompute
 from lightning_recompute.tensor_parallel import apply_tensor_parallel
@@ -120,14 +122,18 @@ class Variant:
 
 _SELECTIVE = RecomputePolicy(granularity="selective")
 VARIANTS = {
-    "none": Variant("34 + 5as/h", lambda scores, t: 34 + scores, tensor=False),
-    "tp": Variant("10 + 24/t + 5as/ht", lambda scores, t: 10 + 24 / Fraction(t) + scores / t),
-    "tp_sp": Variant("(34 + 5as/h)/t", lambda scores, t: (34 + scores) / t, sequence=True),
-    "tp_selective": Variant("10 + 24/t", lambda scores, t: 10 + 24 / Fraction(t), policy=_SELECTIVE),
-    "tp_sp_selective": Variant("34/t", lambda scores, t: 34 / Fraction(t), sequence=True, policy=_SELECTIVE),
-    "full": Variant("2", lambda scores, t: Fraction(2), policy=RecomputePolicy()),
+    "none": Variant("34 + 5as/h", per_sbh, tensor=False),
+    "tp": Variant("10 + 24/t + 5as/ht", per_sbh),
+    "tp_sp": Variant("(34 + 5as/h)/t", partial(per_sbh, sequence_parallel=True), sequence=True),
+    "tp_selective": Variant("10 + 24/t", partial(per_sbh, recompute="selective"), policy=_SELECTIVE),
+    "tp_sp_selective": Variant(
+        "34/t", partial(per_sbh, sequence_parallel=True, recompute="selective"), sequence=True, policy=_SELECTIVE
+    ),
+    "full": Variant("2", partial(per_sbh, recompute="full"), policy=RecomputePolicy()),
     "full_distributed": Variant(
-        "2/t", lambda scores, t: 2 / Fraction(t), policy=RecomputePolicy(distribute_saved_activations=True)
+        "2/t",
+        partial(per_sbh, recompute="full", distributed=True),
+        policy=RecomputePolicy(distribute_saved_activations=True),
     ),
 }
 

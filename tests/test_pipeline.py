@@ -118,7 +118,7 @@ def test_memory_does_not_grow_with_microbatches(two: Ranks) -> None:
             assert abs(many["peak"] - few["peak"]) < hidden / 4, schedule
             assert many["peak"] > 8 * hidden
             # a list of numbers stays, no buffer
-            assert max(many["left 0"], many["left 1"], many["left 2"]) < 1000, schedule
+            assert max(many["left 0"], many["left 1"]) < 1000, schedule
 
 
 def test_batches_of_other_sizes(two: Ranks) -> None:
