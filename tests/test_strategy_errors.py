@@ -42,7 +42,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ({"granularity": "fulll"}, "granularity='fulll'.*'full'"),
         ({"method": "block", "granularity": "selective"}, "method='block' with granularity='selective'"),
         ({"num_layers": 0}, "num_layers=0"),
-        ({"distribute_saved_activations": True}, "distribute_saved_activations=True needs tensor-parallel ranks"),
+        ({"distribute_saved_activations": True}, "distribute_saved_activations=True with tensor_parallel_size=1"),
         ({"start_method": "thread"}, "start_method='thread': one of popen, spawn, fork, forkserver is due"),
         ({"plan": PLAN, "granularity": None}, "plan and granularity=None: .* Leave out granularity, or leave out plan"),
         ({"plan": PLAN, "method": "block", "num_layers": 2}, "Leave out method and num_layers, or leave out plan"),
