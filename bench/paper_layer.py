@@ -122,7 +122,7 @@ class Variant:
 
 _SELECTIVE = RecomputePolicy(granularity="selective")
 VARIANTS = {
-    "none": Variant("34 + 5as/h", per_sbh, tensor=False),
+    "none": Variant("34 + 5as/h", lambda scores, _: per_sbh(scores), tensor=False),
     "tp": Variant("10 + 24/t + 5as/ht", per_sbh),
     "tp_sp": Variant("(34 + 5as/h)/t", partial(per_sbh, sequence_parallel=True), sequence=True),
     "tp_selective": Variant("10 + 24/t", partial(per_sbh, recompute="selective"), policy=_SELECTIVE),

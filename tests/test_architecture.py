@@ -21,6 +21,7 @@ TORCH_FREE = {
     "files",
     "folders",
     "label_search",
+    "paper_formulas",
     "path_program",
     "pipeline_settings",
     "plan",
