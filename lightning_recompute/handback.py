@@ -15,11 +15,13 @@ class HandBack:
     Args:
         gradients: For each parameter its gradient, times `scale`.
         scale: What the gradient of the loss will be, as far as known; where it is that, nothing is multiplied.
+        fixed: It has to be that, since other gradients of the step have been added to the parameters' already.
     """
 
-    def __init__(self, gradients: Mapping[nn.Parameter, Tensor], scale: float) -> None:
+    def __init__(self, gradients: Mapping[nn.Parameter, Tensor], scale: float, fixed: bool = False) -> None:
         self._gradients: dict[nn.Parameter, Tensor] | None = dict(gradients)
         self._scale = scale
+        self._fixed = fixed
 
     def __call__(self, gradient: Tensor) -> None:
         """Add them to the parameters' `.grad`.
@@ -28,7 +30,7 @@ class HandBack:
             gradient: (), of the loss.
 
         Raises:
-            RuntimeError: A second time.
+            RuntimeError: A second time, or with another gradient than was fixed.
         """
         if self._gradients is None:
             raise RuntimeError(
@@ -37,6 +39,11 @@ class HandBack:
             )
         gradients, self._gradients = self._gradients, None
         factor = float(gradient) / self._scale
+        if self._fixed and factor != 1.0:
+            raise RuntimeError(
+                f"the loss of a pipeline was multiplied by {float(gradient)} before its backward, where {self._scale} "
+                "was due: gradients of this batch have been added to those of the window already"
+            )
         with torch.no_grad():
             while gradients:
                 parameter, due = gradients.popitem()

@@ -68,7 +68,8 @@ class ModuleState:
                 for name, tensor in (self._attributes[index] | self._buffers[index] | self._held[index]).items():
                     if isinstance(tensor, Tensor):
                         self._versions[index, name] = tensor, version_of(tensor)
-                        if written is None or (index, name) in written or _has_statistics(part):
+                        expected = (index, name) in (written or ()) or _has_statistics(part)
+                        if expected or (written is None and not _is_spread(tensor)):
                             clones.setdefault(id(tensor), tensor.detach().clone())
                             self._values[index, name] = clones[id(tensor)]
 
@@ -328,6 +329,13 @@ class _Traces:
 def _has_statistics(part: nn.Module) -> bool:
     """Whether a module is a normalisation that updates running statistics, torch's own or a library's."""
     return isinstance(part, _NormBase) or part._buffers.keys() >= _STATISTICS
+
+
+def _is_spread(tensor: Tensor) -> bool:
+    """Whether elements share memory, so that torch refuses to write them, and a clone would be larger than it is."""
+    return tensor.layout == torch.strided and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
 
 
 def _own(attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,13 +56,13 @@ class Ownership:
             raise ValueError(f"{lazy[0]} has no shape yet: run a lazy module once before it is divided over stages")
         self.tied = [name for name in everything if len(self.owners[name]) > 1]
         self.parameters = {name: p for name, p in everything.items() if self._rank in self.owners[name]}
-        # for each module the former order of its parameters, and those that have left it
-        self._taken: list[tuple[nn.Module, list[str], dict[str, nn.Parameter]]] = []
-        self._drop({id(p): p for name, p in everything.items() if name not in self.parameters})
         with torch.no_grad():
             for name in self.tied:
                 if self._rank in self.owners[name]:
                     self._give_from_first(local_part(self.parameters[name].detach()), self.owners[name])
+        # for each module the former order of its parameters, and those that have left it
+        self._taken: list[tuple[nn.Module, list[str], dict[str, nn.Parameter]]] = []
+        self._drop({id(p): p for name, p in everything.items() if name not in self.parameters})
 
     def _drop(self, dropped: Mapping[int, nn.Parameter]) -> None:
         placeholders = {identity: placeholder(parameter) for identity, parameter in dropped.items()}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lightning_recompute.ambient import lasting_values, own_rng_states, rng_devices, set_own_rng_states
 from lightning_recompute.blocks import BlockList
@@ -22,6 +23,7 @@ from lightning_recompute.division import Division
 from lightning_recompute.groups import ParallelGroups
 from lightning_recompute.handback import HandBack, SetAside, loss_with
 from lightning_recompute.lazy_stage import SPLIT_BACKWARD, Chunk, LazyStage, make_schedule, plain_errors
+from lightning_recompute.materialize import is_meta
 from lightning_recompute.microbatches import Weight, num_rows, signature, split_batch, weights_of
 from lightning_recompute.ownership import Ownership
 from lightning_recompute.pipeline_settings import PipelineSettings, settled_schedule
@@ -30,6 +32,7 @@ from lightning_recompute.stages import Stage
 from lightning_recompute.step_form import StepForm, TensorForm
 
 _SEEDS = 2**62
+_MAX_FORMS = 1024
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,11 @@ class PipelineModule:
         Raises:
             ValueError: The model or the step cannot be divided; see `probe_step`, `Division.of`.
         """
+        if is_meta(self.module):
+            raise ValueError(
+                "a module on the meta device cannot be divided over pipeline stages: give it values first (to_empty "
+                "and its own initialisation), or build it outside of torch.device('meta')"
+            )
         self.block_list = only_list(self.module, blocks)
         self.division = Division.of(
             len(self.block_list), self.num_ranks, self.schedule, self.virtual, self.settings.split
@@ -138,6 +146,8 @@ class PipelineModule:
     def _form(self, kind: str, step: Step, microbatch: Any) -> StepForm:
         key = self._form_key(kind, microbatch)
         if key not in self._forms:
+            if len(self._forms) == _MAX_FORMS:
+                del self._forms[next(iter(self._forms))]
             self._forms[key] = probe_form(self.module, self.block_list, step, microbatch, self._probe.form)
         return self._forms[key]
 
@@ -151,6 +161,7 @@ class PipelineModule:
         weight: Weight | None = None,
         scale: float = 1.0,
         drop_gradients: bool = False,
+        in_place: bool = False,
     ) -> Tensor:
         """Forward and backward of all microbatches of a batch; collective over the pipeline.
 
@@ -162,6 +173,9 @@ class PipelineModule:
                 that small gradients survive half precision. Another one is right as well.
             drop_gradients: The parameters' gradients are of a former step and about to be zeroed; they go now, so
                 that there are never two sets.
+            in_place: The parameters' gradients are of earlier batches of the same window; those of this one are
+                added at once rather than by `backward`, so that there are never two sets. The loss has to come to a
+                gradient of `scale` then.
 
         Returns:
             (), the weighted loss, the same on all ranks. Its `backward` adds the gradients to `.grad` of the
@@ -176,7 +190,8 @@ class PipelineModule:
         forms = [self._form("train", step, microbatch) for microbatch in microbatches]
         trained = [parameter for parameter in self.ownership.parameters.values() if parameter.requires_grad]
         self._work = _Work(step, microbatches, counts, forms, self._agreed_seed(), scale)
-        aside = SetAside(trained, drop_gradients)
+        tied = {self.ownership.parameters[name] for name in self.ownership.tied if name in self.ownership.parameters}
+        aside = SetAside([parameter for parameter in trained if not in_place or parameter in tied], drop_gradients)
         try:
             self._run_schedule(len(microbatches))
         except BaseException:
@@ -189,7 +204,7 @@ class PipelineModule:
         made = aside.restore()
         if not self._checked:
             self._check_first_step(loss)
-        return loss_with(self._on_all_ranks(loss), HandBack(self._with_ties(made), scale))
+        return loss_with(self._on_all_ranks(loss), HandBack(self._with_ties(made), scale, fixed=in_place))
 
     def _run_schedule(self, num_microbatches: int) -> None:
         name = self.schedule
@@ -234,6 +249,10 @@ class PipelineModule:
                 hidden.contiguous() if not hidden.is_contiguous() else hidden.clone() if hidden._is_view() else hidden
             )
         loss = loss_of(result).reshape(())
+        if not work.weights[microbatch]:
+            # a mean over nothing is NaN, which a weight of 0 does not undo
+            work.loss = torch.zeros_like(loss) if work.loss is None else work.loss
+            return torch.zeros(1, dtype=loss.dtype, device=loss.device, requires_grad=True)
         weighted = loss.detach() * work.weights[microbatch]
         work.loss = weighted if work.loss is None else work.loss + weighted
         return (loss * (work.weights[microbatch] * work.scale)).reshape(1).clone()
@@ -328,9 +347,10 @@ class PipelineModule:
                 results = self._forward_only(work)
         finally:
             set_own_rng_states(devices, states)
-        box = [results]
+        # on the way tensors are on no device that only one of the ranks has
+        box = [tree_map_only(Tensor, Tensor.cpu, results)]
         dist.broadcast_object_list(box, group=self._group, group_src=self.division.last_rank)
-        return box[0]
+        return results if self.has_last else tree_map_only(Tensor, lambda tensor: tensor.to(self._device), box[0])
 
     def _forward_only(self, work: _Work) -> list[Any]:
         """All microbatches go through a stage before the next one of this rank starts."""

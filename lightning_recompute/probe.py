@@ -184,6 +184,8 @@ class _Watch:
 
     def run(self, step: Step, microbatch: Any, mode: FakeTensorMode | None, whole: bool) -> None:
         with undone(self._module, [self._list]) as stack:
+            # the step writes copies of the buffers
+            self._names |= {id(buffer): name for name, buffer in self._module.named_buffers()}
             for index, block in enumerate(self._list.blocks):
                 before, after = functools.partial(self._before, index), functools.partial(self._after, index, whole)
                 stack.callback(block.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)

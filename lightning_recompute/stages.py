@@ -60,6 +60,11 @@ class Stage:
         for name in block_list.names:
             parent, _, key = name.rpartition(".")
             self._places.append((module.get_submodule(parent), key))
+        inside = {id(part) for block in block_list.blocks for part in block.modules()}
+        outside = [part for part in module.modules() if id(part) not in inside]
+        self._buffers = [(part, name) for part in outside if start for name in part._buffers]
+        self._formers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        self._has_run = False
         self._form: StepForm
         self._received: Tensor | None = None
         self._hidden: Tensor | None = None
@@ -100,6 +105,11 @@ class Stage:
             stack.callback(self._forget)
             if not self.is_last or self.start:
                 self._put_shells(stack)
+            self._formers = [
+                (part, name, buffer, buffer.clone())
+                for part, name in self._buffers
+                if (buffer := part._buffers[name]) is not None
+            ]
             first = self._blocks[self.start]
             stack.callback(first.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True).remove)
             try:
@@ -124,6 +134,19 @@ class Stage:
 
     def _forget(self) -> None:
         self._received = self._hidden = self._at_entry = None
+        self._formers.clear()
+
+    def _restore_buffers(self) -> None:
+        """What the step has written before its blocks is the first stage's to write, which may be on this rank too."""
+        written = []
+        for part, name, buffer, former in self._formers:
+            if part._buffers[name] is not buffer or not torch.equal(buffer, former):
+                written.append((part, name))
+                part._buffers[name] = buffer
+                buffer.data.copy_(former)  # graphs that have saved it do not look at its values
+        self._formers.clear()
+        if not self._has_run:  # what is not written in the first step is not looked after in others
+            self._buffers, self._has_run = written, True
 
     def _pass(self, index: int, /, *args: Any, **kwargs: Any) -> Any:
         """What stands for the forward of another stage's block."""
@@ -136,6 +159,7 @@ class Stage:
             self._refuse(f"called {self._names[self.start]} a second time")
         self._entered = True
         self._refuse_checkpoint(self.start)
+        self._restore_buffers()
         leaves, spec = tree_flatten((args, kwargs))
         self._digest(self.start, leaves)
         if self._at_entry is not None:

@@ -166,6 +166,32 @@ class Shared(Toy):
         return cross_entropy(self.head(self.norm(hidden)), batch["labels"])
 
 
+class Statistics(Toy):
+    """Running statistics of norms before the blocks, in them and behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.behind = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(VOCABULARY)
+        self.blocks = nn.ModuleList([Normed() for _ in range(4)])
+        self.double().train()
+
+    def training_step(self, batch: Batch) -> Any:
+        hidden = self.before(self.embedding(batch["input_ids"]).flatten(0, 1)).unflatten(0, (-1, LENGTH))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return cross_entropy(self.behind(self.head(hidden).flatten(0, 1)), batch["labels"].flatten())
+
+
+class Normed(Pair):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
+        output: Tensor = self.norm(self.inner(hidden).flatten(0, 1)).unflatten(0, hidden.shape[:2])
+        return output
+
+
 class Frozen(Toy):
     """Embedding and the first blocks are frozen."""
 
@@ -332,7 +358,8 @@ class Nothing(Toy):
 
 
 TOYS: dict[str, Callable[[], Toy]] = {
-    cls.__name__: cls for cls in (Toy, ClassToken, Shapes, Frozen, Unused, Data, Noise, Masked, Counted, Shared)
+    cls.__name__: cls
+    for cls in (Toy, ClassToken, Shapes, Frozen, Unused, Data, Noise, Masked, Counted, Shared, Statistics)
 } | {cls.__name__: cls for cls in (Skip, Deep, Hidden, Extra, Twice, Nothing)}
 
 

@@ -148,14 +148,17 @@ def uneven(groups: ParallelGroups, schedule: str) -> dict[str, float]:
     pipeline = PipelineModule(module, groups, SCHEDULES[schedule])
     pipeline.divide(None, plain.batch(), module.training_step)
     found = {}
-    for name, rows, length in (("full", 8, 12), ("uneven", 7, 12), ("short", 6, 5)):
+    for name, rows, length in (("full", 8, 12), ("uneven", 7, 12), ("short", 6, 5), ("nothing", 8, 5)):
         batch = {key: value[:, :length] for key, value in plain.batch(rows).items()}
         batch["labels"] = batch["labels"].masked_fill(torch.rand(rows, length) < 0.5, -100)
         batch["labels"][:, 0] = 1
+        if name == "nothing":  # in two of the microbatches
+            batch["labels"][2:6] = -100
         plain.zero_grad()
         for drop in (True, False):
             plain_step(plain, batch, M, target_tokens)
-            pipeline.run(module.training_step, batch, drop_gradients=drop).backward()
+            in_place = not drop and schedule != "1f1b"
+            pipeline.run(module.training_step, batch, drop_gradients=drop, in_place=in_place).backward()
         found[name] = difference(plain, pipeline)
         # of the whole batch, since it counts tokens
         plain.zero_grad()

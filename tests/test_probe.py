@@ -35,6 +35,11 @@ def test_uses_that_are_not_in_one_place() -> None:
     assert token.uses["token"] == {BEFORE, 5}
     _, shared = probed("Shared")
     assert shared.uses["blocks.0.norm1.weight"] == {0, 1, 2, 3, AFTER}
+    _, statistics = probed("Statistics")
+    assert statistics.uses["before.running_mean"] == {BEFORE}
+    assert statistics.uses["behind.running_var"] == {AFTER}
+    assert statistics.uses["behind.num_batches_tracked"] == {AFTER}
+    assert statistics.uses["blocks.1.norm.running_mean"] == {1}
     _, unused = probed("Unused")
     assert unused.uses["pooler.weight"] == frozenset()
     _, glue = probed("Shapes")

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_recompute.division import Division
+from lightning_recompute.memory import open_meter
 from lightning_recompute.ownership import Ownership, placeholder
-from lightning_recompute.probe import Probe, loss_of, only_list, probe_step
+from lightning_recompute.probe import Probe, loss_of, only_list, probe_form, probe_step
 from lightning_recompute.stages import Stage, StageDone, digest, shell
 
 CPU = torch.device("cpu")
@@ -220,6 +221,23 @@ def test_what_a_rank_does_not_own_is_nan_and_without_memory(alone: dist.ProcessG
     assert state_of(module) == clean
     assert [p is before[name] for name, p in module.named_parameters()] == [True] * len(before)
     assert module.head.weight.isnan().all()
+
+
+def test_a_divided_module_is_watched_without_its_other_parameters(alone: dist.ProcessGroup) -> None:
+    module = made("Toy")
+    module.head = nn.Linear(32, 100_000).double()
+    blocks = only_list(module)
+    probe = probe_step(module, blocks, module.training_step, module.batch(2))
+    ownership = Ownership(module, probe.uses, Division((2, 2), 2), alone)
+    meter = open_meter()
+    before = meter.live_bytes
+    meter.reset_peak()
+    form = probe_form(module, blocks, module.training_step, module.batch(3), probe.form)
+    assert form.rows == 3
+    assert form.blocks[0].hidden.shape == (3, 12, 32)
+    assert meter.peak_bytes - before < 1_000_000  # the head has 25.6 MB
+    meter.close()
+    ownership.remove()
 
 
 def test_modules_that_keep_lists_of_their_parameters(alone: dist.ProcessGroup) -> None:
