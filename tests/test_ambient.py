@@ -16,12 +16,16 @@ from torch.overrides import TorchFunctionMode
 from lightning_recompute.ambient import (
     Surroundings,
     is_recomputing,
+    lasting_values,
     rng_devices,
     rng_states,
     same_rng,
     set_rng_states,
+    values_last,
     version_of,
 )
+from lightning_recompute.policy import RecomputePolicy
+from lightning_recompute.recompute import apply_recompute
 
 variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
 
@@ -282,3 +286,41 @@ def test_versions() -> None:
     assert version_of(None) == 0
     with torch.inference_mode():
         assert version_of(torch.zeros(2)) == 0
+
+
+# ---- how long replayed values live
+
+
+@pytest.mark.parametrize(("last", "due"), [(False, 4), (True, 2)])
+def test_values_that_last_serve_several_backward_calls(last: bool, due: int) -> None:
+    """As where a pipeline's backward runs in parts: for the inputs, then for some weights, then for others."""
+    calls: list[int] = []
+
+    class Block(torch.nn.Sequential):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            result: torch.Tensor = super().forward(hidden)
+            return result
+
+    block = Block(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 3))
+    model = torch.nn.ModuleList([block])
+    hidden = torch.randn(2, 3, requires_grad=True)
+    with apply_recompute(model, RecomputePolicy()), lasting_values(last):
+        output = block(hidden).sum()
+    due_gradients = torch.autograd.grad(block[2](block[1](block[0](hidden))).sum(), [hidden, *block.parameters()])
+    del calls[1:]
+    parts = ([hidden], list(block[2].parameters()), list(block[0].parameters()))
+    found = [gradient for part in parts for gradient in torch.autograd.grad(output, part, retain_graph=True)]
+    assert len(calls) == due
+    assert torch.equal(found[0], due_gradients[0])
+    assert all(torch.equal(one, other) for one, other in zip(found[3:], due_gradients[1:3], strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(found[1:3], due_gradients[3:], strict=True))
+
+
+def test_values_last_only_within() -> None:
+    assert not values_last()
+    with lasting_values():
+        assert values_last()
+        with lasting_values(False):
+            assert values_last()
+    assert not values_last()

@@ -33,7 +33,7 @@ def test_what_is_put_on_the_loss_scales() -> None:
 
 def test_a_gradient_that_was_fixed() -> None:
     loss = loss_with(torch.tensor(1.0), HandBack({}, 2.0, fixed=True))
-    with pytest.raises(RuntimeError, match="2.0 was due"):
+    with pytest.raises(RuntimeError, match=r"2\.0 was due"):
         loss.backward()
     (loss_with(torch.tensor(1.0), HandBack({}, 2.0, fixed=True)) * 2).backward()
 

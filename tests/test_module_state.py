@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_recompute.module_state import ModuleState, watch_hooks
 
@@ -255,3 +256,23 @@ def test_hooks_of_the_forward_and_no_others() -> None:
     assert calls == ["there"]
     assert list(module[0]._forward_hooks) == [later.id]
     assert ModuleState(nn.Linear(2, 2), None).hooks == set()
+
+
+def test_a_tensor_without_memory_of_its_own_is_not_cloned() -> None:
+    module = Part()
+    module.placeholder = torch.zeros(()).expand(1000, 1000)
+    clones: list[torch.Size] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.clone.default:
+                clones.append(args[0].shape)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        state = ModuleState(module, None)
+        state.settle(module, compare_values=True)
+        with state.restored(module, NOBODY):
+            assert module.placeholder.shape == (1000, 1000)
+    assert module.placeholder.shape not in clones
+    assert module.level.shape in clones
