@@ -191,6 +191,8 @@ def balance(
 ) -> Split:
     """Divide blocks over stages so that a step, with the fastest plan of each stage within the budget, is shortest.
 
+    Quick where blocks are alike; where all differ and the budget is tight it may take minutes.
+
     Of all divisions the estimate `sum(t) + (M - 1) max(t)` is minimised exactly; of the best ones, and of the even
     division where it fits, the one of the shortest simulated step is taken.
 
