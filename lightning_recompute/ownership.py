@@ -76,7 +76,7 @@ class Ownership:
                 setattr(part, key, placeholders[id(parameter)])
         for identity, parameter in dropped.items():
             parameter.grad = None
-            parameter.data = placeholders[identity]
+            parameter.data = _like(parameter.data, placeholders[identity])
 
     def counts(self, name: str) -> bool:
         """Whether this rank is the one that counts a parameter, e.g. in a norm over all ranks.
@@ -164,7 +164,8 @@ class Ownership:
             if name not in self.owners:
                 continue
             if isinstance(tensor, nn.Parameter) and self._rank not in self.owners[name]:
-                tensor.data = _own_memory(tensor.data)
+                part = local_part(tensor.data)
+                tensor.data = _like(tensor.data, torch.empty(part.shape, dtype=part.dtype, device=part.device))
             part = local_part(tensor.detach())
             values = part.contiguous()
             dist.broadcast(values, group=self._group, group_src=self.owners[name][0])
@@ -173,28 +174,20 @@ class Ownership:
 
 
 def placeholder(parameter: nn.Parameter) -> Tensor:
-    """A tensor of a parameter's shape, dtype and placement without memory: NaN, or 0 where there is no NaN."""
-    data = parameter.detach()
-    part = local_part(data)
-    values = TensorForm.of(part).poison(part.device, own=False)
-    if not isinstance(data, DTensor):
-        return values
-    return DTensor.from_local(
-        values, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
-    )
+    """A tensor without memory of a parameter's shape and dtype: NaN, or 0 where there is no NaN.
+
+    Of a DTensor it has the shape of this rank's part: that is what a divided module's own code sees.
+    """
+    part = local_part(parameter.detach())
+    return TensorForm.of(part).poison(part.device, own=False)
 
 
-def _own_memory(data: Tensor) -> Tensor:
+def _like(data: Tensor, part: Tensor) -> Tensor:
+    """A tensor with a part's values, divided as another is."""
     if not isinstance(data, DTensor):
-        return torch.empty(data.shape, dtype=data.dtype, device=data.device)
-    local = data.to_local()
+        return part
     return DTensor.from_local(
-        torch.empty(local.shape, dtype=local.dtype, device=local.device),
-        data.device_mesh,
-        data.placements,
-        run_check=False,
-        shape=data.shape,
-        stride=data.stride(),
+        part, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
     )
 
 

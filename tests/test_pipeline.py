@@ -74,6 +74,14 @@ def test_pipelines_side_by_side_do_not_mix(four: Ranks) -> None:
             check_parity([four[rank]["side by side"][schedule] for rank in ranks], schedule)
 
 
+def test_stages_of_layers_that_ranks_share(four: Ranks) -> None:
+    for rank in four:
+        assert set(rank["beside tensor"]) == {"1f1b False", "zbv True"}
+        for case, found in rank["beside tensor"].items():
+            assert found["worst"] < EXACT, case
+            assert found["whole"], case
+
+
 def test_as_much_is_alive_as_the_planner_counts(four: Ranks) -> None:
     for name, settings in SCHEDULES.items():
         schedule, virtual = settled_schedule(settings.schedule, settings.virtual)
