@@ -191,7 +191,7 @@ def balance(
 ) -> Split:
     """Divide blocks over stages so that a step, with the fastest plan of each stage within the budget, is shortest.
 
-    Quick where blocks are alike; where all differ and the budget is tight it may take minutes.
+    Quick where blocks are alike; where all differ and the budget is tight it may take a minute.
 
     Of all divisions the estimate `sum(t) + (M - 1) max(t)` is minimised exactly; of the best ones, and of the even
     division where it fits, the one of the shortest simulated step is taken.
@@ -276,9 +276,16 @@ def _cuts(times: _Times, num_microbatches: int) -> Iterator[tuple[int, ...]]:
     table = np.full((times.num_stages, times.num_blocks + 1, times.num_blocks + 1), np.inf)
     known = times.estimate(even_bounds(times.num_blocks, times.num_stages), num_microbatches)
     least = times.base(0, times.num_blocks)
-    for stage, start, stop in _stages(times):
-        if least + (num_microbatches - 1) * _least_pace(times, stage, start, stop) <= known * (1 + _ROUNDING):
-            table[stage, start, stop] = times.of(stage, start, stop)
+    within = (known * (1 + _ROUNDING) - least) / (num_microbatches - 1) if num_microbatches > 1 else math.inf
+    leads_on = _ways_on(times, within)
+    starts = {0}
+    for stage in range(times.num_stages):
+        # only from where the stages before can end, to where those after can begin, none of them slower than that
+        for start, stop in itertools.product(sorted(starts), sorted(leads_on[stage])):
+            if start < stop and times.base(start, stop) <= within:
+                table[stage, start, stop] = times.of(stage, start, stop)
+        ends = (table[stage] <= within) & np.isfinite(table[stage])
+        starts = set(np.flatnonzero(ends.any(0)).tolist())
     paces = np.unique(table[np.isfinite(table)])
     unbounded = _shortest(table, np.inf)
     if unbounded is None:
@@ -295,21 +302,15 @@ def _cuts(times: _Times, num_microbatches: int) -> Iterator[tuple[int, ...]]:
     yield unbounded
 
 
-def _stages(times: _Times) -> Iterator[tuple[int, int, int]]:
-    """Every stage that leaves a block at least for each other one."""
-    last = times.num_stages - 1
-    for stage in range(times.num_stages):
-        for start in range(stage, times.num_blocks - last + stage) if stage else (0,):
-            ends = range(start + 1, times.num_blocks - last + stage + 1)
-            for stop in ends if stage < last else (times.num_blocks,):
-                yield stage, start, stop
-
-
-def _least_pace(times: _Times, stage: int, start: int, stop: int) -> float:
-    """What the slowest stage takes at least if one is this: of those before and after, their mean."""
-    before = times.base(0, start) / stage if stage else 0.0
-    after = times.num_stages - 1 - stage
-    return max(before, times.base(start, stop), times.base(stop, times.num_blocks) / after if after else 0.0)
+def _ways_on(times: _Times, within: float) -> list[set[int]]:
+    """For each stage where it can end, so that those after it can take the rest, at least a block each."""
+    ends = [{times.num_blocks}]
+    for stage in reversed(range(1, times.num_stages)):
+        starts = range(stage, times.num_blocks)
+        ends.append(
+            {start for start in starts if any(start < end and times.base(start, end) <= within for end in ends[-1])}
+        )
+    return ends[::-1]
 
 
 def _shortest(table: Floats, pace: float) -> tuple[int, ...] | None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lightning_recompute.cost import Option, in_flight, peak_bytes
 from lightning_recompute.errors import BudgetError
 from lightning_recompute.stage_plans import plan_stages
-from lightning_recompute.stage_split import BlockCosts, EndCosts, ModelCosts, _Times, balance, even_bounds
+from lightning_recompute.stage_split import BlockCosts, EndCosts, ModelCosts, _cuts, _Times, balance, even_bounds
 from lightning_recompute.step_time import ChunkSeconds, estimate_seconds
 
 BLOCK = BlockCosts(
@@ -71,6 +71,9 @@ def test_no_division_has_a_better_estimate(model: ModelCosts, data: st.DataObjec
         with pytest.raises(BudgetError, match="no division of"):
             balance(model, num_stages, num_microbatches, budget, schedule=schedule)
         return
+    times = _Times(model, in_flight(schedule, num_stages, num_microbatches), budget)
+    tried = [times.estimate(bounds, num_microbatches) for bounds in _cuts(times, num_microbatches)]
+    assert min(tried) == pytest.approx(min(estimates.values()))
     found = balance(model, num_stages, num_microbatches, budget, schedule=schedule)
     assert found.plan.fullest.peak_bytes <= budget
     assert found.plan.step.seconds == pytest.approx(steps[found.bounds])
