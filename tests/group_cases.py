@@ -19,7 +19,7 @@ from lightning_recompute.recompute import apply_recompute
 from lightning_recompute.transformer import Dropout
 from lightning_recompute.vocabulary import cross_entropy
 
-NUM_LAYERS = 4
+NUM_LAYERS = 3
 VOCABULARY = 32
 SMALL: dict[str, Any] = {
     "num_layers": NUM_LAYERS,

@@ -64,6 +64,13 @@ def resume(folder: Path) -> dict[str, Any]:
     found = {}
     for layout in LAYOUTS[world_size()]:
         for path in sorted((folder.parent / "kept").glob("*.ckpt")):
-            kind = path.stem.partition(", ")[2]
-            found[f"{path.stem} -> {layout}"] = train(folder, layout, kind, path)
+            source, _, kind = path.stem.partition(", ")
+            if kind == kind_of(source, layout) or source == layout == "one":
+                found[f"{path.stem} -> {layout}"] = train(folder, layout, kind, path)
     return found
+
+
+def kind_of(source: str, target: str) -> str:
+    """Each pair of layouts with one optimizer, each optimizer with half of the pairs."""
+    layouts = [layout for group in LAYOUTS.values() for layout in group]
+    return list(KINDS)[(layouts.index(source) + layouts.index(target)) % len(KINDS)]

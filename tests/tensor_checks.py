@@ -250,13 +250,12 @@ def check_all(folder: Path) -> dict[str, Any]:
     """Two or four ranks."""
     join_processes()
     world = dist.get_world_size()
-    every = world
     found: dict[str, Any] = {
-        "fp64 gpt2": parity(torch.float64, ARCHITECTURES["gpt2"], every // 2),
-        "fp64 llama": parity(torch.float64, ARCHITECTURES["llama"], 2 * every),
-        "fp32 gpt2": parity(torch.float32, ARCHITECTURES["gpt2"], 2 * every),
+        "fp64 gpt2": parity(torch.float64, ARCHITECTURES["gpt2"], world),
+        "fp64 llama": parity(torch.float64, ARCHITECTURES["llama"], 4 * world),
+        "fp32 gpt2": parity(torch.float32, ARCHITECTURES["gpt2"], 4 * world),
         "whole masks": masks_of_the_whole(),
-        "streams": streams(every),
+        "streams": streams(2 * world),
     }
     if world == 2:
         found |= {"masks": masks(False), "masks sp": masks(True), "unusual": unusual(), "adapters": adapters()}

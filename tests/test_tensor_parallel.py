@@ -15,7 +15,7 @@ pytestmark = pytest.mark.xdist_group("tensor parallel")
 
 @pytest.fixture(scope="module", params=[2, 4])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return in_ranks(check_all, tmp_path_factory.mktemp("ranks"), num_processes=request.param)
+    return in_ranks(check_all, tmp_path_factory.mktemp("ranks"), limit=400, num_processes=request.param)
 
 
 @pytest.mark.parametrize(
