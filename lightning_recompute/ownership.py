@@ -39,7 +39,6 @@ class Ownership:
         owners: For each parameter and buffer, by its first name, the ranks of the pipeline that use it, the one of
             its first stage first.
         tied: Names of parameters with several owners.
-        parameters: What this rank owns, by the first name in the whole module.
     """
 
     def __init__(
@@ -55,14 +54,20 @@ class Ownership:
         if lazy := [name for name, parameter in everything.items() if is_lazy(parameter)]:
             raise ValueError(f"{lazy[0]} has no shape yet: run a lazy module once before it is divided over stages")
         self.tied = [name for name in everything if len(self.owners[name]) > 1]
-        self.parameters = {name: p for name, p in everything.items() if self._rank in self.owners[name]}
+        names = {id(parameter): name for name, parameter in everything.items()}
+        places: dict[str, tuple[nn.Module, str]] = {}
+        for part in module.modules():
+            for key, parameter in part._parameters.items():
+                if parameter is not None:
+                    places.setdefault(names[id(parameter)], (part, key))
+        self._places = {name: places[name] for name in everything if self._rank in self.owners[name]}
         with torch.no_grad():
             for name in self.tied:
                 if self._rank in self.owners[name]:
-                    self._give_from_first(local_part(self.parameters[name].detach()), self.owners[name])
+                    self._give_from_first(local_part(everything[name].detach()), self.owners[name])
         # for each module the former order of its parameters, and those that have left it
         self._taken: list[tuple[nn.Module, list[str], dict[str, nn.Parameter]]] = []
-        self._drop({id(p): p for name, p in everything.items() if name not in self.parameters})
+        self._drop({id(p): p for name, p in everything.items() if name not in self._places})
 
     def _drop(self, dropped: Mapping[int, nn.Parameter]) -> None:
         placeholders = {identity: placeholder(parameter) for identity, parameter in dropped.items()}
@@ -77,6 +82,12 @@ class Ownership:
         for identity, parameter in dropped.items():
             parameter.grad = None
             parameter.data = _like(parameter.data, placeholders[identity])
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What this rank owns, by the first name in the whole module; also where others have exchanged parameters."""
+        found = {name: part._parameters[key] for name, (part, key) in self._places.items()}
+        return {name: parameter for name, parameter in found.items() if parameter is not None}
 
     def counts(self, name: str) -> bool:
         """Whether this rank is the one that counts a parameter, e.g. in a norm over all ranks.
@@ -99,7 +110,8 @@ class Ownership:
         """
         if not self.tied:
             return {}
-        device = next(iter(self.parameters.values())).device
+        parameters = self.parameters
+        device = next(iter(parameters.values())).device
         present = torch.tensor(
             [gradients.get(name) is not None for name in self.tied], dtype=torch.int32, device=device
         )
@@ -109,7 +121,7 @@ class Ownership:
             if not any_has or self._rank not in self.owners[name]:
                 continue
             mine = gradients.get(name)
-            gradient = torch.zeros_like(self.parameters[name], requires_grad=False) if mine is None else mine.detach()
+            gradient = torch.zeros_like(parameters[name], requires_grad=False) if mine is None else mine.detach()
             self._sum_over(local_part(gradient), self.owners[name])
             sums[name] = gradient
         return sums

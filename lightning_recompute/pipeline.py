@@ -188,9 +188,10 @@ class PipelineModule:
         microbatches = self._split(batch)
         counts = weights_of(microbatches, weight or getattr(self.module, "microbatch_weight", None))
         forms = [self._form("train", step, microbatch) for microbatch in microbatches]
-        trained = [parameter for parameter in self.ownership.parameters.values() if parameter.requires_grad]
+        owned = self.ownership.parameters
+        trained = [parameter for parameter in owned.values() if parameter.requires_grad]
         self._work = _Work(step, microbatches, counts, forms, self._agreed_seed(), scale)
-        tied = {self.ownership.parameters[name] for name in self.ownership.tied if name in self.ownership.parameters}
+        tied = {owned[name] for name in self.ownership.tied if name in owned}
         aside = SetAside([parameter for parameter in trained if not in_place or parameter in tied], drop_gradients)
         try:
             self._run_schedule(len(microbatches))

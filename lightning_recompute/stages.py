@@ -68,7 +68,7 @@ class Stage:
         self._form: StepForm
         self._received: Tensor | None = None
         self._hidden: Tensor | None = None
-        self._entered = False
+        self._entered = self._has_grad = False
         self._at_entry: Callable[[], None] | None = None
         self.digests: dict[int, str] | None = None
         """If not None: to be filled with a digest of what blocks at the cuts are given beside the hidden state."""
@@ -101,6 +101,7 @@ class Stage:
         """
         self._form, self._received, self._at_entry = form, received, at_entry
         self._entered = False
+        self._has_grad = torch.is_grad_enabled()
         with ExitStack() as stack:
             stack.callback(self._forget)
             if not self.is_last or self.start:
@@ -204,10 +205,11 @@ class Stage:
         return leaf
 
     def _refuse_checkpoint(self, index: int) -> None:
-        if inside_torch_checkpoint():
+        if inside_torch_checkpoint() or (self._has_grad and not torch.is_grad_enabled()):
             raise ValueError(
-                f"{self._names[index]} runs inside torch.utils.checkpoint, called by the model itself, where a stage "
-                "cannot be cut; switch that off (gradient_checkpointing_disable()) and take granularity='full'"
+                f"{self._names[index]} runs inside torch.utils.checkpoint, called by the model itself, or under "
+                "no_grad(), where a stage cannot be cut; switch that off (gradient_checkpointing_disable()) and take "
+                "granularity='full', or freeze parameters by requires_grad_(False)"
             )
 
     def _refuse(self, what: str) -> None:

@@ -122,7 +122,7 @@ def memory(groups: ParallelGroups, schedule: str, num_microbatches: int) -> dict
 
 
 def refused(groups: ParallelGroups, name: str, schedule: str = "1f1b") -> dict[str, Any]:
-    module = made(name)
+    module = made("Toy").to("meta") if name == "meta" else made(name)
     clean = state_of(module)
     pipeline = PipelineModule(module, groups, SCHEDULES[schedule])
     message = ""
@@ -240,7 +240,9 @@ def check_two(folder: Path) -> dict[str, Any]:
         "uneven": {schedule: uneven(groups, schedule) for schedule in ("1f1b", "interleaved", "zbv")},
         "noise": {schedule: noise(groups, schedule) for schedule in ("1f1b", "zbv")},
         "handed back": handed_back(groups),
-        "refused": {name: refused(groups, name) for name in (*REFUSED_LATE, "Extra", "Twice", "Nothing", "t5-sdpa")},
+        "refused": {
+            name: refused(groups, name) for name in (*REFUSED_LATE, "Extra", "Twice", "Nothing", "meta", "t5-sdpa")
+        },
     }
     dist.barrier()
     dist.destroy_process_group()

@@ -162,6 +162,7 @@ def test_gradients_are_handed_back_by_the_loss(two: Ranks) -> None:
         ("Extra", "blocks.1 is given keyword ['extra'], which needs a gradient"),
         ("Twice", "called once in a step"),
         ("Nothing", "returned NoneType as its loss"),
+        ("meta", "a module on the meta device cannot be divided"),
         ("t5-sdpa", "exactly one list of blocks, found 2: model.encoder.block"),
     ],
 )

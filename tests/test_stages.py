@@ -19,6 +19,7 @@ from lightning_recompute.memory import open_meter
 from lightning_recompute.ownership import Ownership, placeholder
 from lightning_recompute.probe import Probe, loss_of, only_list, probe_form, probe_step
 from lightning_recompute.stages import Stage, StageDone, digest, shell
+from lightning_recompute.whole import replace_parameters
 
 CPU = torch.device("cpu")
 
@@ -135,8 +136,8 @@ class Wayward(Toy):
         blocks = list(self.blocks)
         blocks = {"short": blocks[:1], "twice": blocks + blocks}.get(self.way, blocks)
         for block in blocks:
-            if self.way == "checkpoint":
-                hidden = checkpoint(block, hidden, use_reentrant=False)
+            if self.way.startswith("checkpoint"):
+                hidden = checkpoint(block, hidden, use_reentrant=self.way == "checkpoint reentrant")
             else:
                 hidden = block(src=hidden) if self.way == "keyword" else block(hidden)
             if self.way == "longer":
@@ -152,6 +153,9 @@ class Wayward(Toy):
         ("twice", 1, "called blocks.2 a second time"),
         ("longer", 0, "is given a hidden state of"),
         ("checkpoint", 0, "runs inside torch.utils.checkpoint"),
+        ("checkpoint", 1, "runs inside torch.utils.checkpoint"),
+        ("checkpoint reentrant", 0, "runs inside torch.utils.checkpoint"),
+        ("checkpoint reentrant", 1, "runs inside torch.utils.checkpoint"),
     ],
 )
 def test_steps_that_do_otherwise_later(way: str, stage: int, words: str) -> None:
@@ -254,6 +258,16 @@ def test_modules_that_keep_lists_of_their_parameters(alone: dist.ProcessGroup) -
     ownership.remove()
     assert [name for name, _ in module.named_parameters()] == order
     assert all(isinstance(weight, nn.Parameter) for weight in module.rnn._flat_weights)
+
+
+def test_parameters_that_others_exchange_are_found(alone: dist.ProcessGroup) -> None:
+    module = made("gpt-tied")
+    uses = {name: frozenset({0}) for name, _ in [*module.named_parameters(), *module.named_buffers()]}
+    ownership = Ownership(module, uses, Division((2, 2), 2), alone)
+    former = ownership.parameters
+    replaced = replace_parameters(module, lambda name, parameter: nn.Parameter(parameter.detach().clone()))
+    assert ownership.parameters == {name: replaced[parameter] for name, parameter in former.items()}
+    ownership.remove()
 
 
 def test_lazy_modules_are_refused(alone: dist.ProcessGroup) -> None:
