@@ -26,7 +26,7 @@ RECOMPUTED = {
     "interleaved-zb": ("uniform-2",),
     "zbv": ("uniform-1", "uniform-2", "block-1", "core_attn"),
 }
-REFUSED_LATE = ("Skip", "Deep", "Hidden")
+REFUSED = ("Skip", "Deep", "Hidden", "Extra", "Twice", "Nothing", "meta", "t5-sdpa")
 
 
 # ---- recompute
