@@ -240,9 +240,7 @@ def check_two(folder: Path) -> dict[str, Any]:
         "uneven": {schedule: uneven(groups, schedule) for schedule in ("1f1b", "interleaved", "zbv")},
         "noise": {schedule: noise(groups, schedule) for schedule in ("1f1b", "zbv")},
         "handed back": handed_back(groups),
-        "refused": {
-            name: refused(groups, name) for name in (*REFUSED_LATE, "Extra", "Twice", "Nothing", "meta", "t5-sdpa")
-        },
+        "refused": {name: refused(groups, name) for name in REFUSED},
     }
     dist.barrier()
     dist.destroy_process_group()
