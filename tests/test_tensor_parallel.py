@@ -60,6 +60,7 @@ def test_adapters_on_a_frozen_model(found: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("num_processes", [2, 4])
 def test_every_plan_under_every_layout(num_processes: int, tmp_path: Path) -> None:
     for rank in in_ranks(check_every_pair, tmp_path, limit=1500, num_processes=num_processes):
