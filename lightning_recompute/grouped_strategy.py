@@ -110,7 +110,7 @@ class GroupedStrategy(CheckpointingStrategy):
     def divide_module(self, trainer: pl.Trainer) -> None:
         """Divide the module over the tensor-parallel ranks, before recompute is applied."""
         assert self.lightning_module is not None
-        seed = self.broadcast(torch.initial_seed())
+        seed = self.broadcast(torch.initial_seed()) if is_meta(self.lightning_module) else 0
         if not self.is_grouped:
             if is_meta(self.lightning_module):
                 Materializer(self.lightning_module, self.root_device, seed)(self.lightning_module.modules())

@@ -116,9 +116,10 @@ class ParallelModule:
                 sequence_parallel=self.settings.sequence,
                 blocks=blocks,
             )
-        self._materialize = Materializer(self.module, torch.device(self.groups.mesh.device_type), self._seed)
-        if not shards:
-            self._materialize(self.module.modules())
+        if self.stays_apart:
+            self._materialize = Materializer(self.module, torch.device(self.groups.mesh.device_type), self._seed)
+            if not shards:
+                self._materialize(self.module.modules())
 
     def spread(self, units: Sequence[Sequence[nn.Module]], find_unused_parameters: bool = False) -> None:
         """Replicate or shard the module over `data`; collective.

@@ -7,9 +7,6 @@ computation goes from one kind of work to the other (Megatron-LM's named random 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 import torch.distributed as dist
 
@@ -25,7 +22,7 @@ _SHARED, _APART = torch.tensor(False), torch.tensor(True)
 class RankStream:
     """This rank's own random numbers beside the ones it shares.
 
-    While it is attached, a replay restores both.
+    While it is attached (`ambient.attach`), a replay restores both.
 
     Args:
         group: The tensor-parallel ranks.
@@ -79,12 +76,3 @@ class RankStream:
         """Restore what `read` gave."""
         self.apart = states[0] is _APART
         self._parked = tuple(states[1:])
-
-    @contextlib.contextmanager
-    def attached(self) -> Iterator[None]:
-        """While this is entered, replays restore this stream."""
-        ambient.attach(self)
-        try:
-            yield
-        finally:
-            ambient.detach(self)

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from lightning_recompute import ambient
 from lightning_recompute import tensor_styles as forwards
 from lightning_recompute.blocks import BlockList, find_blocks
 from lightning_recompute.labels import find_targets
@@ -27,7 +28,7 @@ from lightning_recompute.tensor_styles import TensorRegion
 from lightning_recompute.whole import replace_parameters
 
 _BEGINS = "embedding_rowwise_split"
-_WHOLE = (None, "replicate", "sequence_parallel", "replicated_with_grad_allreduce", "dropout")
+_WHOLE = (None, "replicate", "sequence_parallel", "replicated_with_grad_allreduce")
 
 
 class TensorParallel:
@@ -47,8 +48,8 @@ class TensorParallel:
         self.region = region
         self._patches = list(patches)
         self._unnamed = list(unnamed)
-        self._attached: contextlib.ExitStack | None = contextlib.ExitStack()
-        self._attached.enter_context(region.stream.attached())
+        ambient.attach(region.stream)
+        self._is_attached = True
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -114,10 +115,10 @@ class TensorParallel:
 
     def remove(self) -> None:
         """Put the forwards back; the parameters stay DTensors (see `make_whole`). A second call does nothing."""
-        if self._attached is not None:
+        if self._is_attached:
             self.region.stream.switch(apart=False)
-            self._attached.close()
-            self._attached = None
+            ambient.detach(self.region.stream)
+            self._is_attached = False
         while self._patches:
             self._patches.pop().remove()
 

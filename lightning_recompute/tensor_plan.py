@@ -116,7 +116,8 @@ def _resolve(module: nn.Module, plan: Any, source: str, prefix: str = "", strict
                 f"{source}: {pattern!r} has the unknown style {style!r}; {nearest(str(style), list(STYLES))}. Styles: "
                 f"{', '.join(STYLES)}"
             )
-        matching = [name for name in names if _matches(pattern, name)]
+        wanted = _expression(pattern)
+        matching = [name for name in names if wanted.fullmatch(name)]
         if not matching:  # a carried plan may name what this size of the model has not
             if strict:
                 raise ValueError(f"{source}: no module answers to {pattern!r}; {nearest(pattern, names)}")
@@ -146,10 +147,10 @@ def _inner(module: nn.Module, name: str, style: Any) -> Iterator[tuple[str, Any]
         yield from ((f"{name}.{inner}{child}", how) for child in children if isinstance(held, nn.Module))
 
 
-def _matches(pattern: str, name: str) -> bool:
-    """Whether a name, or its end, answers to a pattern; a star stands for one part of it."""
-    wanted = r"(?:.+\.)?" + r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split("."))
-    return re.fullmatch(wanted, name) is not None
+def _expression(pattern: str) -> re.Pattern[str]:
+    """What a name that answers to a pattern, or whose end does, matches; a star stands for one part of it."""
+    parts = ("[^.]+" if part == "*" else re.escape(part) for part in pattern.split("."))
+    return re.compile(r"(?:.+\.)?" + r"\.".join(parts))
 
 
 # ---- sizes
