@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor
 from lightning_recompute.gpt import GPT
 from lightning_recompute.groups import ParallelGroups
 from lightning_recompute.memory import Meter, open_meter
-from lightning_recompute.paper_formulas import per_sbh
+from lightning_recompute.paper_formulas import LayerShape, per_sbh
 from lightning_recompute.policy import RecomputePolicy
 from lightning_recompute.recompute import apply_recompute
 from lightning_recompute.tensor_parallel import apply_tensor_parallel
@@ -50,27 +50,11 @@ VOCABULARY = 64
 DTYPE = torch.bfloat16
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """s, b, h and a of the paper."""
-
-    length: int
-    rows: int
-    hidden: int
-    heads: int
-
-    @property
-    def sbh(self) -> int:
-        """Elements of a hidden state."""
-        return self.length * self.rows * self.hidden
-
-    @property
-    def scores(self) -> Fraction:
-        """The paper's 5as/h."""
-        return Fraction(5 * self.heads * self.length, self.hidden)
-
-
-SIZES = (Sizes(64, 2, 128, 4), Sizes(256, 1, 96, 6), Sizes(512, 4, 512, 8))
+SIZES = (
+    LayerShape(length=64, rows=2, hidden=128, heads=4),
+    LayerShape(length=256, rows=1, hidden=96, heads=6),
+    LayerShape(length=512, rows=4, hidden=512, heads=8),
+)
 """The last is that of the other benches, and the one whose ratios are reported."""
 
 
@@ -102,13 +86,13 @@ class Variant:
         """Ranks that share the layer."""
         return NUM_RANKS if self.tensor else 1
 
-    def due(self, sizes: Sizes) -> int:
+    def due(self, sizes: LayerShape) -> int:
         """The paper's bytes of a layer."""
         found = self.per_sbh(sizes.scores, self.t) * sizes.sbh
         assert found.denominator == 1, "sizes that ranks divide"
         return int(found)
 
-    def extras(self, sizes: Sizes) -> dict[str, int]:
+    def extras(self, sizes: LayerShape) -> dict[str, int]:
         """Bytes of a layer that the paper leaves out, by name."""
         statistics = 2 * 2 * sizes.length * sizes.rows * statistics_itemsize() // (self.t if self.sequence else 1)
         states = (2 if self.tensor else 1) * torch.get_rng_state().nbytes
@@ -205,7 +189,7 @@ def divided(model: nn.Module, groups: ParallelGroups, variant: Variant) -> Itera
         yield step
 
 
-def count(variant: Variant, sizes: Sizes, num_layers: int, groups: ParallelGroups, times: int = 1) -> StepBytes:
+def count(variant: Variant, sizes: LayerShape, num_layers: int, groups: ParallelGroups, times: int = 1) -> StepBytes:
     """Bytes of a step of a GPT, the first one not counted.
 
     Args:
@@ -237,7 +221,7 @@ def count(variant: Variant, sizes: Sizes, num_layers: int, groups: ParallelGroup
     return StepBytes(*(min(getattr(one, name) for one in steps) for name in ("held", "transient", "left")))
 
 
-def layer_bytes(variant: Variant, sizes: Sizes, groups: ParallelGroups) -> int:
+def layer_bytes(variant: Variant, sizes: LayerShape, groups: ParallelGroups) -> int:
     """What one layer keeps for backward on this rank."""
     one, two = (count(variant, sizes, num_layers, groups).held for num_layers in (1, 2))
     return two - one

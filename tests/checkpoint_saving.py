@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from checkpoint_toys import build, differences, dumped, everything, join_world, train
+from distributed import error_of
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
@@ -48,11 +49,7 @@ def before_writing(action: Callable[[], Any]) -> Iterator[None]:
 
 def told(action: Callable[[], Any]) -> str:
     """The error of an action."""
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return error_of(action, "no error")
 
 
 def names(folder: Path) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from distributed import error_of
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.tuner import Tuner
@@ -82,11 +83,7 @@ def whole(model: GPT) -> dict[str, Tensor]:
 
 def told(action: Callable[[], Any]) -> str:
     """The error of an action."""
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return error_of(action, "no error")
 
 
 class Box:

@@ -106,6 +106,23 @@ def _child(function: Callable[[Path], Any], folder: Path, index: int, environmen
         sys.stderr.flush()
 
 
+def error_of(call: Callable[[], Any], otherwise: str = "") -> str:
+    """What is wrong with a call; the rank goes on, so that its peers are not left alone in a collective.
+
+    Args:
+        call: The call.
+        otherwise: The answer where nothing is.
+
+    Returns:
+        Type and text of its error.
+    """
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return otherwise
+
+
 @dataclass
 class Outcome:
     """How a script ended.

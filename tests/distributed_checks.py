@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torchmetrics
-from distributed import NUM_PROCESSES, local_rank
+from distributed import NUM_PROCESSES, error_of, local_rank
 from lightning_modules import NUM_SAMPLES, WIDTH, Fit, Net, SeedSteps, assert_unpatched, samples
 from lightning_modules import fit as fit_on
 from lightning_modules import loader as batches
@@ -107,14 +107,6 @@ def gradients(strategy: Any, module: Callable[[], Any], rows: int = ROWS, **opti
 
 def fit(module: Callable[[], Any] = Net, strategy: Any = None, **options: Any) -> Fit:
     return fit_on(strategy or RecomputeStrategy(), module, devices=NUM_PROCESSES, **options)
-
-
-def error_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def check_gradients() -> dict[str, Any]:

@@ -17,14 +17,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.append(str(Path(__file__).parent.parent / "bench"))
 
-from paper_layer import DTYPE, VARIANTS, Sizes, StepBytes, count, count_step, divided
+from paper_layer import DTYPE, VARIANTS, StepBytes, count, count_step, divided
 
 from lightning_recompute.groups import ParallelGroups
+from lightning_recompute.paper_formulas import LayerShape
 
-SIZES = (Sizes(64, 2, 32, 4), Sizes(16, 3, 48, 6))
-WIDE = Sizes(64, 4, 64, 4)
+SIZES = (LayerShape(length=64, rows=2, hidden=32, heads=4), LayerShape(length=16, rows=3, hidden=48, heads=6))
+WIDE = LayerShape(length=64, rows=4, hidden=64, heads=4)
 """Many rows: the gradients of weights are small beside hidden states."""
-LLAMA = Sizes(32, 2, 64, 4)
+LLAMA = LayerShape(length=32, rows=2, hidden=64, heads=4)
 ROUNDS = 4
 
 

@@ -15,12 +15,13 @@ from typing import Any
 import shard_models
 import torch
 import torch.distributed as dist
+from distributed import error_of
 from ledger import Ledger
 from models import MODELS
 from parity import backward, seeded
 from plans import PLANS, tiled
 from selective_plans import SELECTIVE_PLANS
-from shard_harness import Found, Gathers, noting_replays, problem_of, same_steps, start
+from shard_harness import Found, Gathers, noting_replays, same_steps, start
 from shard_models import Odd, Parallel, Skipping, Slicing, on_shards
 from torch import Tensor, nn
 
@@ -50,7 +51,7 @@ def check_plans(group: dist.ProcessGroup) -> Found:
     found: Found = {}
     for plan, build in PLANS.items():
         odd = build((NUM_BLOCKS,))
-        found[f"odd {plan}"] = problem_of(lambda odd=odd: same_steps(lambda: Odd(NUM_BLOCKS), Odd.step, odd, group))
+        found[f"odd {plan}"] = error_of(lambda odd=odd: same_steps(lambda: Odd(NUM_BLOCKS), Odd.step, odd, group))
     models = {"llama-eager": ("uniform-1", "pair-keep"), "t5-sdpa": ("uniform-2",), "gpt-sdpa": ("uniform-3",)}
     for model, plans in models.items():
         case = MODELS[model]
@@ -58,10 +59,10 @@ def check_plans(group: dist.ProcessGroup) -> Found:
         run = backward(case.loss, case.batch())
         for plan in plans:
             value = PLANS[plan](case.chunks)
-            found[f"{model} {plan}"] = problem_of(lambda: same_steps(case.build, run, value, group))  # noqa: B023
+            found[f"{model} {plan}"] = error_of(lambda: same_steps(case.build, run, value, group))  # noqa: B023
         for plan in SELECTED if model == "llama-eager" else SELECTED[:1]:
             value = SELECTIVE_PLANS[plan](case.chunks)
-            found[f"{model} {plan}"] = problem_of(lambda: same_steps(case.build, run, value, group))  # noqa: B023
+            found[f"{model} {plan}"] = error_of(lambda: same_steps(case.build, run, value, group))  # noqa: B023
     return found
 
 
@@ -111,7 +112,7 @@ def check_habits(group: dist.ProcessGroup) -> Found:
 
     habits = (retained, accumulated, second_order, dropped, stopped, stopped_in_backward, partial, under_bf16)
     return {
-        f"{habit.__name__} {name}": problem_of(lambda: same_steps(lambda: Odd(NUM_BLOCKS), habit, plan, group))  # noqa: B023
+        f"{habit.__name__} {name}": error_of(lambda: same_steps(lambda: Odd(NUM_BLOCKS), habit, plan, group))  # noqa: B023
         for habit in habits
         for name, plan in {"one": FULL, "pairs": PAIRS}.items()
     }
@@ -156,7 +157,7 @@ def check_counts(group: dist.ProcessGroup) -> Found:
             with (counted := Gathers()).counted():
                 Slicing.step(module)
         found[name] = counted.num
-        problem = problem_of(lambda: same_steps(lambda: Slicing(4), Slicing.step, plan, group))  # noqa: B023
+        problem = error_of(lambda: same_steps(lambda: Slicing(4), Slicing.step, plan, group))  # noqa: B023
         found[f"{name} parity"] = problem
     return found
 
@@ -176,7 +177,7 @@ def check_uneven_garbage(group: dist.ProcessGroup) -> Found:
 
         gc.disable()
         try:
-            found[f"kept on {who}"] = problem_of(lambda: same_steps(lambda: Skipping(NUM_BLOCKS), habit, FULL, group))
+            found[f"kept on {who}"] = error_of(lambda: same_steps(lambda: Skipping(NUM_BLOCKS), habit, FULL, group))
         finally:
             gc.enable()
             gc.collect()
@@ -214,7 +215,7 @@ def check_tensor_parallel(group: dist.ProcessGroup) -> Found:
             logger.addHandler(messages := Messages())
             plan = tiled((1, action))((4,))
             counts: list[int] = []
-            problem = problem_of(
+            problem = error_of(
                 lambda: counts.append(same_steps(lambda: Parallel(4, group, zero), Parallel.train, plan, group, 4))  # noqa: B023
             )
             logger.removeHandler(messages)
@@ -232,10 +233,10 @@ def check_divergence(group: dist.ProcessGroup) -> Found:
     module = seeded(lambda: Odd(NUM_BLOCKS))
     with apply_recompute(module, on_shards(FULL), tensor_group=group):
         Odd.step(module)
-        error = problem_of(lambda: Odd.loss(module, seed=group.rank()).backward())
+        error = error_of(lambda: Odd.loss(module, seed=group.rank()).backward())
         messages = [error]
         for _ in range(NUM_BLOCKS):  # block by block
-            messages.append(problem_of(lambda: Odd.loss(module, seed=group.rank()).backward()))
+            messages.append(error_of(lambda: Odd.loss(module, seed=group.rank()).backward()))
         module.zero_grad()
         torch.manual_seed(1)
         Odd.loss(module, seed=group.rank()).backward()
@@ -356,10 +357,8 @@ def check_all(folder: Path) -> Found:
     found = {check.__name__.removeprefix("check_"): check(group) for check in checks}
     alone = [dist.new_group([rank]) for rank in range(2)]
     plan = on_shards(FULL)
-    found["alone"] = problem_of(lambda: apply_recompute(Odd(NUM_BLOCKS), plan, tensor_group=alone[group.rank()]))
-    found["not in it"] = problem_of(
-        lambda: apply_recompute(Odd(NUM_BLOCKS), plan, tensor_group=alone[1 - group.rank()])
-    )
+    found["alone"] = error_of(lambda: apply_recompute(Odd(NUM_BLOCKS), plan, tensor_group=alone[group.rank()]))
+    found["not in it"] = error_of(lambda: apply_recompute(Odd(NUM_BLOCKS), plan, tensor_group=alone[1 - group.rank()]))
     dist.destroy_process_group()
     return found
 
@@ -376,6 +375,6 @@ def check_layouts(folder: Path) -> Found:
             Odd.loss(model, seed).backward()
 
         for kind, plan in {"one": FULL, "pairs": PAIRS}.items():
-            found[f"{name} {kind}"] = problem_of(lambda: same_steps(lambda: Odd(NUM_BLOCKS), run, plan, groups[mine]))  # noqa: B023
+            found[f"{name} {kind}"] = error_of(lambda: same_steps(lambda: Odd(NUM_BLOCKS), run, plan, groups[mine]))  # noqa: B023
     dist.destroy_process_group()
     return found

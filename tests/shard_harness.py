@@ -29,15 +29,6 @@ def start() -> dist.ProcessGroup:
     return world
 
 
-def problem_of(call: Callable[[], Any]) -> str:
-    """What is wrong; every rank goes on, so that the other is not left alone in a collective."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 class Gathers:
     """Counts collectives, and notes the order in which gathers are begun and waited for."""
 
