@@ -17,10 +17,12 @@ class Agreement:
 
     Args:
         device: Where collectives run; None: this process is alone, or what it measures is nobody else's.
+        groups: The processes: those that several groups join one after the other; none: all of the world.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, *groups: dist.ProcessGroup) -> None:
         self._device = device
+        self._groups = groups or (None,)
 
     @property
     def is_shared(self) -> bool:
@@ -36,7 +38,8 @@ class Agreement:
         if self._device is None or not numbers:
             return list(numbers)
         found = torch.tensor([float(number) for number in numbers], dtype=torch.float64, device=self._device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+        for group in self._groups:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
         return [float(number) for number in found.tolist()]
 
     def smallest(self, number: int) -> int:

@@ -261,7 +261,8 @@ def _count(block: LoneBlock, meter: Meter, chain: dict[int, Tensor]) -> _Held:
         meter.count(_random_states())
         new = {index: tensor for index, tensor in enumerate(made) if plain_storage(tensor)._cdata not in addresses}
         kept = {index: _alive(tensor) for index, tensor in new.items()}
-        end = block.end(made)
+        held_gradients: list[Tensor] = []
+        end = block.end(made, held_gradients if call.holds_gradients else None)
         gradients = sum(tensor.nbytes for tensor in made if tensor.grad_fn is not None)
         del made, new
         returned = {call.returned[index]: kept[index] for index in kept.keys() & call.returned.keys()}

@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -23,15 +23,16 @@ from lightning_recompute.plan import RecomputePlan
 from lightning_recompute.plan_search import PlanSearch
 from lightning_recompute.planning import bucket_bytes, forecast_from, profile_batch, search_plans
 from lightning_recompute.profiling import Profile
+from lightning_recompute.stage_budget import tighter
+from lightning_recompute.stage_forecast import PipelineForecast
 from lightning_recompute.throughput import tensors_in
 from lightning_recompute.tried_step import LONE_STEP
 from lightning_recompute.units import format_bytes
 
+Found = TypeVar("Found", Forecast, PipelineForecast)
+
 TOLERANCE = 0.01
 """A measured peak above the predicted one by more than this part of it is said."""
-
-TIGHTER = 0.9
-"""The share of a plan's predicted peak that the next one may have, after memory ran out under it."""
 
 # the second step is the first with all of the optimizer's state
 _STEPS_TO_CHECK = 3
@@ -54,7 +55,7 @@ class Budget:
     def __init__(self, budget: str | int | float) -> None:
         budget_bytes(budget, "cpu")  # refuses what is none
         self.budget = budget
-        self.forecast: Forecast | None = None
+        self.forecast: Forecast | PipelineForecast | None = None
         self._planned_size = 0
         self._size = 0
         self._recorder: PhaseRecorder | None = None
@@ -74,6 +75,12 @@ class Budget:
         self._size = int(agreement_of(trainer).largest([_size(batch)])[0])
         return self._size > self._planned_size
 
+    def limit_bytes(self, trainer: pl.Trainer) -> int:
+        """The budget of each process in bytes, the same on all; collective."""
+        device = trainer.strategy.root_device
+        own = budget_bytes(self.budget, device, num_processes=processes_beside(trainer))
+        return agreement_of(trainer).smallest(own)
+
     def plan(
         self,
         trainer: pl.Trainer,
@@ -83,11 +90,12 @@ class Budget:
         blocks: str | Sequence[str] | None,
         *,
         below: RecomputePlan | None = None,
-    ) -> Forecast:
+    ) -> Forecast | PipelineForecast:
         """Make the plan for a batch.
 
-        All processes take part, and all come to the same plan: it is made by the first one, from times that all agree
-        on, and tightened until it fits on all. Each has a forecast of its own.
+        Under a pipeline each stage has its own. Else all processes take part, and all come to the same plan: it is
+        made by the first one, from times that all agree on, and tightened until it fits on all. Each has a forecast of
+        its own.
 
         Args:
             trainer: Whose fit it is.
@@ -101,9 +109,14 @@ class Budget:
             BudgetError: No plan keeps the budget, or none needs less.
             ValueError: The module's step cannot be measured.
         """
-        device = trainer.strategy.root_device
         together = agreement_of(trainer)
-        limit = together.smallest(budget_bytes(self.budget, device, num_processes=processes_beside(trainer)))
+        limit = self.limit_bytes(trainer)
+        if isinstance(trainer.strategy, GroupedStrategy):
+            stages = trainer.strategy.stage_budget(batch, batch_idx)
+            if stages is not None:
+                of_all = stages.plan(limit, below=below)
+                stages.release()
+                return self._keep(of_all, batch)
         profile = profile_training_step(trainer, module, batch, batch_idx, blocks)
 
         @functools.cache
@@ -113,8 +126,13 @@ class Budget:
         if below is None:
             forecast = _agreed(together, lambda within: forecast_from(search(), within), limit)
         else:
-            forecast = _below(search(), below, limit)
+            forecast = tighter(
+                lambda within: forecast_from(search(), within), search().profile.peak_bytes(below), limit
+            )
         profile.release()  # before the step, whose memory was planned without them
+        return self._keep(forecast, batch)
+
+    def _keep(self, forecast: Found, batch: Any) -> Found:
         self.forecast = forecast
         self._planned_size = max(self._size, _size(batch))
         return forecast
@@ -142,14 +160,14 @@ class Budget:
             return
         measured = recorder.meter.peak_bytes
         self.stop_watching()
-        if measured > forecast.peak_bytes * (1 + TOLERANCE):
-            over = measured - forecast.peak_bytes
+        if measured > forecast.own.peak_bytes * (1 + TOLERANCE):
+            over = measured - forecast.own.peak_bytes
             logger.warning(
                 "the first steps needed %s, %s (%.1f %%) more than the %s that were predicted%s",
                 format_bytes(measured),
                 format_bytes(over),
-                100 * over / forecast.peak_bytes,
-                format_bytes(forecast.peak_bytes),
+                100 * over / forecast.own.peak_bytes,
+                format_bytes(forecast.own.peak_bytes),
                 ""
                 if forecast.budget_bytes is None or measured <= forecast.budget_bytes
                 else ", and exceeded the budget",
@@ -187,17 +205,6 @@ def _agreed(together: Agreement, make: Callable[[int], Forecast], limit: int) ->
         if max(peaks) <= limit:
             return forecast
         within -= max(peaks) - limit  # another rank needs more than the first
-
-
-def _below(search: PlanSearch, plan: RecomputePlan, limit: int) -> Forecast:
-    """A plan of a smaller peak than one that needs too much."""
-    current = search.profile.peak_bytes(plan)
-    try:
-        return forecast_from(search, min(limit, int(TIGHTER * current)))
-    except BudgetError as error:
-        if error.smallest_bytes is None or error.smallest_bytes >= current:
-            raise
-        return forecast_from(search, error.smallest_bytes)
 
 
 def _size(batch: Any) -> int:

@@ -57,6 +57,7 @@ class BlockCall:
         free: Positions of tensors that were there before the forward, so that holding them costs nothing.
         chain: For those of `tensors` that are what the call before returned, in calls of this kind: by position, the
             index in `tensors_in` of the output.
+        holds_gradients: Whether somebody holds the gradients of what it returns as long as its backward runs.
         observers: Ids of forward hooks inside the block that only look on; None: all hooks are to be left out.
     """
 
@@ -70,6 +71,7 @@ class BlockCall:
         self.returned: dict[int, int] = {}
         self.free: set[int] = set()
         self.chain: dict[int, int] = {}
+        self.holds_gradients = False
         self.observers: set[int] | None = None
         first = next(iter([*module.parameters(), *self.tensors]), torch.empty(0))
         self.device = first.device

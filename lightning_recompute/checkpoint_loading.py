@@ -147,7 +147,7 @@ def load_optimizer_states(
     for optimizer, state in zip(optimizers, states, strict=True):
         own = matched(state, optimizer, module, strict=strict)
         if "param_groups" in own:
-            own["state"] = _laid_out_states(own["state"], optimizer)
+            own["state"] = laid_out_states(own["state"], optimizer)
         optimizer.load_state_dict(own)
 
 
@@ -215,8 +215,13 @@ def _part(whole: Tensor, like: Tensor) -> Tensor:
     return made
 
 
-def _laid_out_states(states: Mapping[Any, Any], optimizer: Optimizer) -> dict[Any, Any]:
-    """States of parameters, each tensor laid out as its parameter."""
+def laid_out_states(states: Mapping[Any, Any], optimizer: Optimizer) -> dict[Any, Any]:
+    """States of parameters, each tensor laid out as its parameter.
+
+    Args:
+        states: By the numbers of the parameters, read or not.
+        optimizer: Whose parameters they are.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     plain = {key: _raw(state) for key, state in states.items()}
     places = [(key, name) for key, state in plain.items() if isinstance(state, dict) for name in state]

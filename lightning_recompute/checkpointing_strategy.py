@@ -22,7 +22,7 @@ from lightning_recompute.folders import remove, set_aside
 from lightning_recompute.lightning_private import ReplicatedStrategy
 from lightning_recompute.optimizer_names import NAMES, named_state
 from lightning_recompute.saved_states import SavedStates
-from lightning_recompute.sharded_checkpoint import ShardedSaver, gathered, is_remote, local_path
+from lightning_recompute.sharded_checkpoint import ShardedSaver, is_remote, local_path
 
 CheckpointFormat = Literal["auto", "single", "sharded"]
 
@@ -134,7 +134,7 @@ class CheckpointingStrategy(ReplicatedStrategy):
             self._saver = self._saver or ShardedSaver(self.timeout)
             self._saver.save(filepath, checkpoint, asynchronous=self.async_checkpoint and self._runs)
             return
-        whole = gathered(checkpoint) if self.is_grouped else checkpoint
+        whole = self._gathered(checkpoint) if self.is_grouped else checkpoint
         if not self.is_global_zero:
             return
         assert whole is not None
@@ -144,11 +144,15 @@ class CheckpointingStrategy(ReplicatedStrategy):
         with set_aside(local_path(filepath)):
             super().save_checkpoint(whole, filepath, storage_options)
 
+    def _gathered(self, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+        self._saver = self._saver or ShardedSaver(self.timeout)
+        return self._saver.gather(checkpoint)
+
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint, once what is being saved in its place is there."""
         if not self.is_global_zero:
             return
-        if self._saver is not None and not is_remote(filepath):
+        if self._saver is not None and self.saves_folders and not is_remote(filepath):
             self._saver.remove(filepath)
         elif not is_remote(filepath) and local_path(filepath).is_dir():
             remove(local_path(filepath))

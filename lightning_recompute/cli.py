@@ -32,7 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 # Imported for their names on the command line: `--model GPT`, `--trainer.callbacks+=MemoryReport`.
 from lightning_recompute.callbacks import MemoryReport, ThroughputReport
 from lightning_recompute.cli_messages import explain
-from lightning_recompute.command_config import is_sharded, num_replicas, recompute_entry
+from lightning_recompute.command_config import is_ours, is_sharded, planned_ranks, recompute_entry
 from lightning_recompute.compare_command import compare
 from lightning_recompute.consolidate import SUBCOMMAND as CONSOLIDATE
 from lightning_recompute.consolidate import run as consolidate
@@ -183,11 +183,15 @@ class RecomputeCLI(LightningCLI):
         """Leave out what a look at the first step does not need, once what it says about recompute is known."""
         arguments = self.config[self.config["subcommand"]]
         given = trainer.as_dict()
-        of_config = {**recompute_entry(given).get("init_args", {}), "num_replicas": num_replicas(given)}
-        for name in ("memory_budget", "blocks", "num_replicas"):
+        of_config = recompute_entry(given).get("init_args", {})
+        for name in ("memory_budget", "blocks"):
             if name in arguments and arguments[name] is None:
                 arguments[name] = of_config.get(name)
-        if is_sharded(given):
+        is_plan = self.config["subcommand"] in PLAN
+        if is_plan:
+            for name, value in planned_ranks(given, {name: arguments[name] for name in vars(arguments)}).items():
+                arguments[name] = value
+        if is_sharded(given) and not (is_plan and is_ours(given.get("strategy"), RecomputeStrategy)):
             logging.getLogger(__name__).warning(
                 "the strategy spreads the model over processes; here it is looked at as a whole, on one device. What a "
                 "rank needs is measured in a fit: RecomputeStrategy(memory_budget=...)"

@@ -6,7 +6,7 @@ Torch's own functions refuse DTensors of different meshes in one list, and DTens
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,14 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 @torch.no_grad()
-def clip_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_norm(
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    group: dist.ProcessGroup | None = None,
+    counted_elsewhere: Collection[Tensor] = (),
+) -> Tensor:
     """Scale gradients down so that their norm together is at most `max_norm`; collective.
 
     What several ranks hold alike counts once, and so does a parameter that is listed several times. Gradients in
@@ -30,17 +37,26 @@ def clip_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 
             each mesh.
         max_norm: The largest norm that is left alone.
         norm_type: The p of the p-norm; `inf` for the largest absolute value.
+        group: Ranks that hold other parameters of the module, as pipeline stages do; None: none.
+        counted_elsewhere: Those of the parameters that another rank of `group` passes as well, and counts: they are
+            scaled here, and are no part of this rank's norm.
 
     Returns:
-        The norm before clipping, () without a mesh.
+        The norm before clipping, (); the same on all ranks.
 
     Raises:
         ValueError: A `norm_type` that is not above 0.
     """
     if not norm_type > 0:
         raise ValueError(f"found norm_type={norm_type}; a number above 0 or inf is due")
+    parameters = _unique(parameters)
     gradients = _gradients(parameters)
-    total = _norm(gradients, norm_type)
+    elsewhere = set(counted_elsewhere)
+    total = _norm(_gradients(each for each in parameters if each not in elsewhere), norm_type)
+    if group is not None:
+        # in float64: stages may differ in their dtypes, and have no parameters
+        device = local_part(parameters[0]).device if parameters else _device_of(group)
+        total = _over(total.to(device, torch.float64), group, norm_type)
     # the same constant as torch's clip_grad_norm_
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for parts in _alike(map(local_part, gradients)):
@@ -110,9 +126,12 @@ def _unscale(
     return {device: anywhere.to(device) for device in found}
 
 
+def _unique(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return list(dict.fromkeys([parameters] if isinstance(parameters, Tensor) else parameters))
+
+
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    unique = dict.fromkeys([parameters] if isinstance(parameters, Tensor) else parameters)
-    found = [parameter.grad for parameter in unique if parameter.grad is not None]
+    found = [parameter.grad for parameter in _unique(parameters) if parameter.grad is not None]
     for gradient in found:
         assert not isinstance(gradient, DTensor) or not any(place.is_partial() for place in gradient.placements), (
             "gradients that are terms of a sum are to be summed before they are clipped"
@@ -133,12 +152,21 @@ def _norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
             each += torch._foreach_norm(alike, norm_type, dtype=dtype)
         norm = _joined(each, norm_type)
         for group in groups:
-            # gathered and joined as the parts of a rank are: the same sum on every rank, and no power overflows
-            everyone = [torch.empty_like(norm) for _ in range(group.size())]
-            dist.all_gather(everyone, norm, group=group)
-            norm = _joined(everyone, norm_type)
+            norm = _over(norm, group, norm_type)
         norms.append(norm)
     return _joined(norms, norm_type) if norms else torch.tensor(0.0)
+
+
+def _over(norm: Tensor, group: dist.ProcessGroup, norm_type: float) -> Tensor:
+    """Gathered and joined as the parts of a rank are: the same sum on every rank, and no power overflows."""
+    everyone = [torch.empty_like(norm) for _ in range(group.size())]
+    dist.all_gather(everyone, norm, group=group)
+    return _joined(everyone, norm_type)
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend(group)
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def _joined(norms: Sequence[Tensor], norm_type: float) -> Tensor:

@@ -5,6 +5,7 @@ A config is a nested mapping, as a yaml has it.
 
 from __future__ import annotations
 
+import math
 import pydoc
 from collections.abc import Mapping
 from dataclasses import fields
@@ -17,6 +18,7 @@ from lightning_recompute.recompute_callback import Recompute
 from lightning_recompute.strategy import RecomputeStrategy
 
 Config = Mapping[str, Any]
+_WORDS = tuple(field.name for field in fields(RecomputePolicy))
 
 
 def is_ours(entry: Any, kind: type) -> bool:
@@ -70,6 +72,41 @@ def num_replicas(trainer: Config) -> int:
     return (1 if on_cpu else max(torch.cuda.device_count(), 1)) * num_nodes
 
 
+_LAYOUT = (
+    "tensor_parallel_size",
+    "sequence_parallel",
+    "tensor_parallel_plan",
+    "pipeline_parallel_size",
+    "virtual_pipeline_size",
+    "num_microbatches",
+    "schedule",
+    "split",
+    "data_parallel",
+)
+
+
+def planned_ranks(trainer: Config, given: Config) -> dict[str, Any]:
+    """What `plan` takes from a config about the ranks of a run, and what is recomputed there.
+
+    Args:
+        trainer: The Trainer's part of the config.
+        given: The arguments of the subcommand, which win; None where one is not given.
+
+    Returns:
+        The same with what the config says, `num_replicas` among it: what the other sizes leave of the processes.
+    """
+    entry = recompute_entry(trainer)
+    arguments = entry.get("init_args", {})
+    found = {name: arguments.get(name) if given.get(name) is None else given[name] for name in _LAYOUT}
+    found["recompute"] = given.get("recompute")
+    if found["recompute"] is None and entry and arguments.get("memory_budget") is None:
+        found["recompute"] = {name: arguments[name] for name in (*_WORDS, "plan") if name in arguments}
+    sizes = [found[name] or 1 for name in ("tensor_parallel_size", "pipeline_parallel_size")]
+    if all(isinstance(size, int) for size in sizes):
+        found["num_replicas"] = given.get("num_replicas") or max(num_replicas(trainer) // math.prod(sizes), 1)
+    return found
+
+
 def is_sharded(trainer: Config) -> bool:
     """Whether the Trainer's strategy spreads parameters over processes, which no forecast knows.
 
@@ -108,7 +145,7 @@ WITHOUT_EXTRAS: Config = {
 }
 """Arguments of a Trainer that leave training alone: no validation, no files but those of the reports, no bars."""
 
-_CHOICES = (*(field.name for field in fields(RecomputePolicy)), "memory_budget", "plan")
+_CHOICES = (*_WORDS, "memory_budget", "plan")
 
 
 def config_of_setting(config: Config, choice: Config, *, steps: int, warmup_steps: int, folder: str) -> dict[str, Any]:

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_recompute.command_config import Config, config_of_setting, recompute_entry
-from lightning_recompute.files import write_atomically
+from lightning_recompute.files import csv_text, write_atomically
 from lightning_recompute.overview import PLANNED
 from lightning_recompute.pictures import compare_picture, save_picture
 from lightning_recompute.plan_command import CURVE_FILE, PLAN_FILE
 from lightning_recompute.printing import wide_console
-from lightning_recompute.reporting import csv_text
 from lightning_recompute.runs import run_command
 from lightning_recompute.settings import setting
 from lightning_recompute.trials import Trial, measured_peak, measured_speed, to_table

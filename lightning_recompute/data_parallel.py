@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import ParamSpec, TypeVar
+from typing import ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ class DataParallel(ABC):
         module: The module; parameters and buffers take the values of data rank 0.
         groups: The groups; only the axis `data` is used.
     """
+
+    reduces_in_backward: ClassVar[bool] = True
+    """Whether gradients are averaged while backward makes them."""
 
     def __init__(self, module: nn.Module, groups: ParallelGroups) -> None:
         for name, part in module.named_modules():
@@ -101,7 +104,7 @@ class Replicated(DataParallel):
 
     def __init__(self, module: nn.Module, groups: ParallelGroups) -> None:
         super().__init__(module, groups)
-        self._averaged = GradientReduction(module.parameters(), self._group)
+        self._averaged = GradientReduction(module.parameters(), self._group, self.reduces_in_backward)
 
     @property
     def _reduction(self) -> GradientReduction:

@@ -9,8 +9,9 @@ from typing import Literal
 
 from lightning_recompute.plan import Keep, RecomputePlan, Segment
 
-Split = Literal["count"] | Sequence[int]
-"""How blocks are divided over chunks: as evenly as it goes, or the number of blocks of each chunk in forward order."""
+Split = Literal["count", "balanced"] | Sequence[int]
+"""How blocks are divided over chunks: as evenly as it goes; by measured time and memory, which is to be made numbers of
+before; or the number of blocks of each chunk in forward order."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,21 @@ class Division:
     def last_rank(self) -> int:
         """The rank that comes to the loss."""
         return self.rank_of(self.num_chunks - 1)
+
+
+@dataclass(frozen=True)
+class OwnStages:
+    """The stages of this process.
+
+    Args:
+        division: Of the blocks over all stages.
+        rank: This one's, of the pipeline.
+        blocks: The name of the block list.
+    """
+
+    division: Division
+    rank: int
+    blocks: str
 
 
 def _listed(split: Sequence[int], num_blocks: int, num_chunks: int) -> tuple[int, ...]:

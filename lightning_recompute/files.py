@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 import uuid
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> Path:
@@ -33,3 +37,17 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> Path
         temporary.unlink(missing_ok=True)
         raise
     return path
+
+
+def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """A table as CSV. None is an empty field.
+
+    Args:
+        columns: Column names in order.
+        rows: Values by column.
+    """
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

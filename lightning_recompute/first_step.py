@@ -38,7 +38,7 @@ class _Left(BaseException):
 def in_first_step(
     trainer: pl.Trainer,
     model: pl.LightningModule,
-    look: Callable[[Callable[[], Any], Any], Found],
+    look: Callable[[Callable[..., Any], Any], Found],
     train_dataloaders: TRAIN_DATALOADERS | None = None,
     datamodule: pl.LightningDataModule | None = None,
 ) -> Found:
@@ -49,7 +49,7 @@ def in_first_step(
     Args:
         trainer: A Trainer with one process (see `ON_ONE_DEVICE`).
         model: The model.
-        look: What to do; given a function that runs the step, and the batch.
+        look: What to do; given a function that runs the step (with another batch, if it is given one), and the batch.
         train_dataloaders: The training data, as for `fit`.
         datamodule: The data, as for `fit`.
 
@@ -68,7 +68,13 @@ def in_first_step(
 
     def instead(original: Any, /, *args: Any, **kwargs: Any) -> Any:
         batch = next(iter((*args, *kwargs.values())), None)
-        found.append(look(lambda: original(*args, **kwargs), batch))
+
+        def run(given: Any = batch) -> Any:
+            if args:
+                return original(given, *args[1:], **kwargs)
+            return original(**{**kwargs, **dict.fromkeys(list(kwargs)[:1], given)})
+
+        found.append(look(run, batch))
         raise _Left
 
     # Lightning sets these by name

@@ -30,7 +30,7 @@ class ParallelSizes:
         virtual: Chunks of blocks on each stage.
 
     Raises:
-        ValueError: A size below 1, or one that cannot be planned for so far.
+        ValueError: A size below 1, or chunks of one stage, which nothing takes turns with.
     """
 
     tensor: int = 1
@@ -42,9 +42,11 @@ class ParallelSizes:
         for name, size in vars(self).items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"ParallelSizes({name}={size!r}): an int of at least 1 is due")
-        for name in ("pipeline", "virtual"):
-            if getattr(self, name) > 1:
-                raise ValueError(f"ParallelSizes({name}={getattr(self, name)}): only 1 can be planned for so far")
+        if self.virtual > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"ParallelSizes(virtual={self.virtual}, pipeline=1): the chunks of a stage take turns with those of "
+                "others, and there is one stage; give pipeline, or leave virtual out"
+            )
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class StageForecast:
         breakdown: What it consists of: `parameters`, `optimizer`, `batch`, `other`, `gradients`, `blocks` (what blocks
             hold for backward), `running` (the block that runs), `outside` (embeddings, head and loss).
         extra_seconds: What the plan costs a microbatch more than keeping everything.
+        more_blocks: The same as `blocks` of a rank's further chunks.
     """
 
     stage: int
@@ -69,25 +72,22 @@ class StageForecast:
     moment: str
     breakdown: dict[str, int]
     extra_seconds: float
+    more_blocks: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """A plan and what it will need.
+class OfStages:
+    """What every forecast of stages says, prints and saves.
 
     Attributes:
         plan: The plan.
         budget_bytes: The budget it was made for; None without one.
         stages: One for each pipeline stage.
-        profile: What was measured; makes forecasts of other plans.
-        candidates: The actions that the plan was chosen from.
     """
 
     plan: RecomputePlan
     budget_bytes: int | None
     stages: tuple[StageForecast, ...]
-    profile: Profile
-    candidates: Sequence[Sequence[Candidate]]
 
     @property
     def peak_bytes(self) -> int:
@@ -104,23 +104,6 @@ class Forecast:
         """Whether every stage keeps the budget; True without one."""
         return self.budget_bytes is None or self.peak_bytes <= self.budget_bytes
 
-    def phase_peaks(self) -> dict[str, int]:
-        """The predicted peak of each phase of a step: `forward`, `backward`, `optimizer`."""
-        peaks = {"forward": 0, "backward": 0, "optimizer": self.profile.optimizer_bytes}
-        for level in self.profile.levels(self.plan):
-            phase = "backward" if level.moment.in_backward else "forward"
-            peaks[phase] = max(peaks[phase], level.num_bytes)
-        return {phase: self.profile.statics.num_bytes + peak for phase, peak in peaks.items()}
-
-    def under(self, plan: RecomputePlan, budget_bytes: int | None) -> Forecast:
-        """The forecast of another plan, and against another budget."""
-        times = [{each.action: each.seconds for each in found} for found in self.candidates]
-        actions = self.profile.actions(plan)
-        seconds = sum(times[self.profile.capture.order[call]].get(action, 0.0) for call, action in enumerate(actions))
-        return replace(
-            self, plan=plan, budget_bytes=budget_bytes, stages=(stage_forecast(self.profile, plan, seconds),)
-        )
-
     def save(self, path: str | os.PathLike[str], record: Mapping[str, Any] | None = None) -> Path:
         """Write the plan as yaml, with the forecast beside it.
 
@@ -133,26 +116,80 @@ class Forecast:
 
     def to_table(self) -> Table:
         """The forecast as a rich table, a row a stage."""
-        parts = list(self.stages[0].breakdown)
-        budget = f", budget {format_bytes(self.budget_bytes)}" if self.budget_bytes is not None else ""
-        table = Table("stage", "blocks", "in flight", "peak", "when", *parts, "extra time", title=f"Forecast{budget}")
-        for stage in self.stages:
-            table.add_row(
-                str(stage.stage),
-                f"{stage.blocks[0]}..{stage.blocks[1] - 1}",
-                str(stage.in_flight),
-                format_bytes(stage.peak_bytes),
-                stage.moment,
-                *(format_bytes(stage.breakdown[part]) for part in parts),
-                format_seconds(stage.extra_seconds),
-            )
-        return table
+        return stages_table(self.stages, self.budget_bytes)
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=160, color_system=None, force_jupyter=False)
         console.print(self.to_table())
         assert isinstance(console.file, io.StringIO)
         return console.file.getvalue().rstrip()
+
+
+@dataclass(frozen=True)
+class Forecast(OfStages):
+    """A plan and what it will need.
+
+    Attributes:
+        profile: What was measured; makes forecasts of other plans.
+        candidates: The actions that the plan was chosen from.
+    """
+
+    profile: Profile
+    candidates: Sequence[Sequence[Candidate]]
+
+    @property
+    def own(self) -> StageForecast:
+        """Of this process."""
+        return self.stages[0]
+
+    def phase_peaks(self) -> dict[str, int]:
+        """The predicted peak of each phase of a step: `forward`, `backward`, `optimizer`."""
+        self._check_one_stage("phase_peaks")
+        peaks = {"forward": 0, "backward": 0, "optimizer": self.profile.optimizer_bytes}
+        for level in self.profile.levels(self.plan):
+            phase = "backward" if level.moment.in_backward else "forward"
+            peaks[phase] = max(peaks[phase], level.num_bytes)
+        return {phase: self.profile.statics.num_bytes + peak for phase, peak in peaks.items()}
+
+    def under(self, plan: RecomputePlan, budget_bytes: int | None) -> Forecast:
+        """The forecast of another plan, and against another budget."""
+        self._check_one_stage("under")
+        times = [{each.action: each.seconds for each in found} for found in self.candidates]
+        actions = self.profile.actions(plan)
+        seconds = sum(times[self.profile.capture.order[call]].get(action, 0.0) for call, action in enumerate(actions))
+        return replace(
+            self, plan=plan, budget_bytes=budget_bytes, stages=(stage_forecast(self.profile, plan, seconds),)
+        )
+
+    def _check_one_stage(self, what: str) -> None:
+        if len(self.stages) > 1:
+            raise ValueError(
+                f"Forecast.{what}() of {len(self.stages)} stages: they run other parts of the model, with other "
+                "microbatches in flight; ask plan_recompute for another budget, and read `stages`"
+            )
+
+
+def stages_table(stages: Sequence[StageForecast], budget_bytes: int | None) -> Table:
+    """Forecasts of stages as a rich table, a row a stage.
+
+    Args:
+        stages: The forecasts.
+        budget_bytes: The budget; None without one.
+    """
+    parts = list(stages[0].breakdown)
+    budget = f", budget {format_bytes(budget_bytes)}" if budget_bytes is not None else ""
+    table = Table("stage", "blocks", "in flight", "peak", "when", *parts, "extra time", title=f"Forecast{budget}")
+    for stage in stages:
+        table.add_row(
+            str(stage.stage),
+            ", ".join(f"{start}..{stop - 1}" for start, stop in (stage.blocks, *stage.more_blocks)),
+            str(stage.in_flight),
+            format_bytes(stage.peak_bytes),
+            stage.moment,
+            *(format_bytes(stage.breakdown[part]) for part in parts),
+            format_seconds(stage.extra_seconds),
+        )
+    return table
 
 
 def stage_forecast(profile: Profile, plan: RecomputePlan, extra_seconds: float = 0.0) -> StageForecast:

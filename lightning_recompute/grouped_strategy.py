@@ -23,6 +23,8 @@ from lightning_recompute.groups import ParallelGroups, data_size
 from lightning_recompute.lightning_private import set_device_mesh
 from lightning_recompute.materialize import Materializer, is_meta
 from lightning_recompute.parallel import ParallelModule, ParallelSettings, check_same_batch
+from lightning_recompute.rank_stream import share_all_states
+from lightning_recompute.stage_budget import StageBudget
 from lightning_recompute.tried_step import LONE_STEP, TriedStep
 
 
@@ -45,8 +47,9 @@ class GroupedStrategy(CheckpointingStrategy):
         if self._may_be_grouped and self.start_method != "popen":
             raise ValueError(
                 f"start_method={self.start_method!r} brings back the weights of one process, and under "
-                f"tensor_parallel_size={settings.tensor}, data_parallel={settings.data!r} no process has them all; "
-                "take start_method='popen' (the default), or torchrun"
+                f"tensor_parallel_size={settings.tensor}, pipeline_parallel_size={settings.pipeline}, "
+                f"data_parallel={settings.data!r} no process has them all; take start_method='popen' (the default), or "
+                "torchrun"
             )
         self._groups: ParallelGroups | None = None
         self._parallel: ParallelModule | None = None
@@ -59,7 +62,11 @@ class GroupedStrategy(CheckpointingStrategy):
 
     @property
     def _may_be_grouped(self) -> bool:
-        return self.settings.tensor > 1 or self.settings.data == "shard"
+        return self.settings.tensor > 1 or self.settings.pipeline > 1 or self.settings.data == "shard"
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {"tensor": self.settings.tensor, "pipeline": self.settings.pipeline}
 
     @property
     def is_grouped(self) -> bool:
@@ -74,12 +81,12 @@ class GroupedStrategy(CheckpointingStrategy):
     @property
     def data_parallel_size(self) -> int:
         """How many parts the data is divided into."""
-        return data_size(self.world_size, tensor=self.settings.tensor)
+        return data_size(self.world_size, **self._sizes)
 
     @property
     def data_parallel_rank(self) -> int:
         """Which of them is this process's."""
-        return self.global_rank // self.settings.tensor
+        return self.global_rank // self.settings.tensor % self.data_parallel_size
 
     @property
     def groups(self) -> ParallelGroups | None:
@@ -92,7 +99,7 @@ class GroupedStrategy(CheckpointingStrategy):
         return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
 
     def _configure_launcher(self) -> None:
-        data_size(max(self.num_nodes * self.num_processes, self.world_size), tensor=self.settings.tensor)
+        data_size(max(self.num_nodes * self.num_processes, self.world_size), **self._sizes)
         super()._configure_launcher()
 
     def setup_environment(self) -> None:
@@ -101,7 +108,10 @@ class GroupedStrategy(CheckpointingStrategy):
         if self.is_grouped:
             if self.lightning_module is not None:
                 _refuse_callbacks(self.lightning_module.trainer)
-            self._groups = ParallelGroups.build(self.root_device.type, tensor=self.settings.tensor)
+            self._groups = ParallelGroups.build(self.root_device.type, **self._sizes)
+            for axis in ("pipeline", "tensor"):  # what `setup` draws: a random split of the data has to be the same
+                if self._groups.size(axis) > 1:
+                    share_all_states(self._groups.group(axis), self.root_device)
             if self.lightning_module is not None:
                 set_device_mesh(self.lightning_module, self._groups.mesh)
 
@@ -125,10 +135,19 @@ class GroupedStrategy(CheckpointingStrategy):
         for part in self.lightning_module.modules():
             if isinstance(part, Metric | SyncBatchNorm):
                 self._set(part, "process_group", group)
-        self._set(self.precision_plugin, "clip_grad_by_norm", _clip_by_norm)
+        self._set(self.precision_plugin, "clip_grad_by_norm", self.clip_by_norm)
         self._set(self.precision_plugin, "clip_grad_by_value", _clip_by_value)
         if isinstance(scaler := getattr(self.precision_plugin, "scaler", None), torch.amp.GradScaler):
             self._overflow = OverflowAgreement(scaler)
+
+    def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """In place of the precision plugin's: one norm over all ranks.
+
+        Args:
+            optimizer: Whose gradients are clipped.
+            clip_val: The largest norm that is left alone.
+        """
+        clip_norm(parameters_of(optimizer), clip_val)
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of an object of the user's, until teardown."""
@@ -164,17 +183,27 @@ class GroupedStrategy(CheckpointingStrategy):
         """
         return LONE_STEP if self._parallel is None else GroupedStep(self._parallel, has_middle)
 
+    def stage_budget(self, batch: Any, batch_idx: int) -> StageBudget | None:
+        """What plans the stages of a pipeline, each by itself; None where there is none.
+
+        Args:
+            batch: A batch of the training.
+            batch_idx: Its number.
+        """
+        return None
+
     # ---- a step
 
     def _run(self, step: Any, *args: Any, **kwargs: Any) -> Any:
         return step(*args, **kwargs) if self._parallel is None else self._parallel.run(step, *args, **kwargs)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """See that ranks which share each layer share the batch: in the first of each fit."""
+        """See that ranks which share each layer, or are stages, share the batch: in the first of each fit."""
         super().on_train_batch_start(batch, batch_idx)
-        if self._groups is not None and self.settings.tensor > 1 and self._first_batch:
+        if self._groups is not None and self._first_batch:
             self._first_batch = False
-            check_same_batch(batch, self._groups.group("tensor"), self.root_device)
+            for axis in ("tensor", "pipeline"):
+                check_same_batch(batch, self._groups.group(axis), self.root_device)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a training step."""
@@ -202,10 +231,15 @@ class GroupedStrategy(CheckpointingStrategy):
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         self._parallel.before_backward(closure_loss)
         self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        self._parallel.after_backward()
+        self.reduce_gradients()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def reduce_gradients(self) -> None:
+        """Reduce the gradients over the groups, after a backward."""
+        assert self._parallel is not None
+        self._parallel.after_backward()
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -271,19 +305,15 @@ def _refuse_callbacks(trainer: pl.Trainer) -> None:
             if isinstance(callback, kind):
                 raise ValueError(
                     f"{type(callback).__name__} does not work while the module's parameters are distributed "
-                    f"(tensor_parallel_size > 1 or data_parallel='shard'): it {reason}"
+                    f"(tensor_parallel_size > 1, pipeline_parallel_size > 1 or data_parallel='shard'): it {reason}"
                 )
 
 
-def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The parameters that an optimizer has."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _clip_by_norm(optimizer: Optimizer, clip_val: float) -> None:
-    """In place of the precision plugin's: one norm over all ranks."""
-    clip_norm(_parameters_of(optimizer), clip_val)
 
 
 def _clip_by_value(optimizer: Optimizer, clip_val: float) -> None:
     """In place of the precision plugin's."""
-    clip_value(_parameters_of(optimizer), clip_val)
+    clip_value(parameters_of(optimizer), clip_val)

@@ -24,6 +24,8 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining._backward import stage_backward_weight
+from torch.distributed.pipelining._utils import InferenceMode
+from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _ComputationType
 from torch.distributed.pipelining.stage import _RecvInfo
 
 from lightning_recompute.step_form import TensorForm
@@ -34,8 +36,6 @@ _SEVERAL = {
     "interleaved-zero-bubble": ScheduleInterleavedZeroBubble,
     "zbv-zero-bubble": ScheduleZBVZeroBubble,
 }
-SPLIT_BACKWARD = frozenset({"interleaved-zero-bubble", "zbv-zero-bubble"})
-"""Schedules whose backward runs in two parts, first for the inputs, then for the weights."""
 
 FormOf = Callable[[int, bool], TensorForm]
 """The hidden state of a microbatch that a stage receives (True) or sends on (False)."""
@@ -168,6 +168,30 @@ class LazyStage(PipelineStage):
         self._underway[kind] = work, op.tensor
         return []
 
+    def prepare_alone(self, num_microbatches: int) -> None:
+        """Make it fit to run by itself, without a schedule, which otherwise does this.
+
+        Args:
+            num_microbatches: Of a step.
+        """
+        self.has_backward = True
+        self._inference_mode = InferenceMode.STATIC
+        self._prepare_forward_infra(num_microbatches, None, has_backward=True)
+        self._prepare_backward_infra(num_microbatches)
+
+    def give(self, microbatch: int, received: Tensor | None = None, gradient: Tensor | None = None) -> None:
+        """Put something where otherwise what comes from a peer lies.
+
+        Args:
+            microbatch: Its number.
+            received: The hidden state.
+            gradient: Of the hidden state that was sent.
+        """
+        if received is not None:
+            self.args_recv_info[microbatch][0].buffer = received
+        if gradient is not None:
+            self.grad_recv_info[microbatch][0].buffer = gradient
+
     def finish_sending(self) -> None:
         """Wait until everything is sent."""
         while self._underway:
@@ -223,18 +247,9 @@ def make_schedule(name: str, stages: Sequence[LazyStage], num_microbatches: int)
     Returns:
         Runs one; collective over the ranks of the pipeline.
     """
-
-    def identity(output: Tensor, target: Tensor) -> Tensor:
-        # another tensor would keep its graph until the end of the step
-        return output
-
-    schedule: Any
-    if name in _SINGLE:
-        schedule = _SINGLE[name](stages[0], num_microbatches, loss_fn=identity, scale_grads=False)
-    else:
-        schedule = _SEVERAL[name](list(stages), num_microbatches, loss_fn=identity, scale_grads=False)
-        for stage in stages:
-            stage.sends_itself = True
+    schedule = _schedule(name, stages, num_microbatches)
+    for stage in stages if name in _SEVERAL else ():
+        stage.sends_itself = True
     numbers = torch.arange(num_microbatches)
     args = (numbers,) if any(stage.is_first for stage in stages) else ()
     target = {"target": numbers} if any(stage.is_last for stage in stages) else {}
@@ -245,6 +260,56 @@ def make_schedule(name: str, stages: Sequence[LazyStage], num_microbatches: int)
             stage.finish_sending()
 
     return step
+
+
+def _schedule(name: str, stages: Sequence[LazyStage], num_microbatches: int) -> Any:
+    def identity(output: Tensor, target: Tensor) -> Tensor:
+        # another tensor would keep its graph until the end of the step
+        return output
+
+    if name in _SINGLE:
+        return _SINGLE[name](stages[0], num_microbatches, loss_fn=identity, scale_grads=False)
+    return _SEVERAL[name](list(stages), num_microbatches, loss_fn=identity, scale_grads=False)
+
+
+def actions_of(name: str, stages: Sequence[LazyStage], num_microbatches: int) -> list[tuple[str, int, int]]:
+    """What this rank does in a step of a schedule of several stages, transfers included.
+
+    Args:
+        name: One of those in `schedules.SCHEDULES` that run several stages on a rank.
+        stages: Those of this rank, in forward order.
+        num_microbatches: How many.
+
+    Returns:
+        For each action torch's name of its kind, the stage and the microbatch, in order.
+    """
+    schedule = _schedule(name, stages, num_microbatches)
+    actions = schedule.pipeline_order_with_comms[schedule.rank]
+    return [
+        (action.computation_type.value, action.stage_index, action.microbatch_index)
+        for action in actions
+        if action.microbatch_index is not None
+    ]
+
+
+def with_transfers(
+    orders: Sequence[Sequence[tuple[str, int, int]]], rank_of: Sequence[int]
+) -> list[list[tuple[str, int, int]]]:
+    """What ranks do with the transfers between them, as torch puts these in.
+
+    Args:
+        orders: For each rank its actions, as `actions_of` gives them, without transfers.
+        rank_of: The rank of each stage.
+    """
+    given = {
+        rank: [_Action(stage, _ComputationType(kind), microbatch) for kind, stage, microbatch in order]
+        for rank, order in enumerate(orders)
+    }
+    found = _add_send_recv(given, lambda stage: rank_of[stage], len(rank_of))
+    return [
+        [(action.computation_type.value, action.stage_index, int(action.microbatch_index or 0)) for action in order]
+        for _, order in sorted(found.items())
+    ]
 
 
 @contextmanager

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Mode: Any = TorchDispatchMode  # torch's modes carry no types
 
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 GRANULARITY = {"cuda": 512}
 """Bytes that the allocator of a type of device rounds up to (torch's `c10/cuda/CUDACachingAllocator.h`)."""
@@ -178,6 +180,32 @@ class _Entry:
     forward: bool
 
 
+class _Unseen:
+    """Surrounds what DTensor does on fake tensors to learn the whole shape of an operator's result: no part of a run.
+
+    It stands where torch has room for a lock around this.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._locks: list[Any] = []
+
+    def put(self) -> None:
+        self._locks.append(ShardingPropagator._fake_mode_lock)
+        ShardingPropagator._fake_mode_lock = self  # type: ignore[assignment]
+
+    def take_back(self) -> None:
+        ShardingPropagator._fake_mode_lock = self._locks.pop()
+
+    def __enter__(self) -> None:
+        self._locks[0].__enter__()
+        self.is_on = True
+
+    def __exit__(self, *error: Any) -> None:
+        self.is_on = False
+        self._locks[0].__exit__(*error)
+
+
 class Ledger(Mode, Meter):
     """Counts the storages that operators return inside `with ledger:`, until they die.
 
@@ -202,6 +230,7 @@ class Ledger(Mode, Meter):
         Meter.__init__(self, torch.device(device))
         self._granularity = granularity
         self._fake = self._counts_fake = fake
+        self._unseen = _Unseen()
         self._entries: dict[int, _Entry] = {}
         self._finalizers: dict[int, weakref.finalize[Any, torch.UntypedStorage]] = {}
         self._serial = 0
@@ -285,8 +314,14 @@ class Ledger(Mode, Meter):
     def __enter__(self) -> Ledger:
         """Begin to watch operators."""
         self._counts_fake = active_fake_mode() is not None if self._fake is None else self._fake
+        self._unseen.put()
         Mode.__enter__(self)
         return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Watch no longer."""
+        Mode.__exit__(self, *error)
+        self._unseen.take_back()
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -295,6 +330,10 @@ class Ledger(Mode, Meter):
         if any(is_wrapper(kind) for kind in types):
             return NotImplemented  # a DTensor: let it come back with the operators on its shards
         kwargs = kwargs or {}
+        if self._unseen.is_on:
+            return func(*args, **kwargs)
+        if func is _WAIT and isinstance(args[0], FakeTensor):
+            return args[0]  # as a real one does; for fake ones torch makes a new tensor
         result = func(*args, **kwargs)
         outputs = storages(self._tensors(result), self.device)
         if any(key not in self._entries for key in outputs):

@@ -155,17 +155,21 @@ class _Made(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """Makes the gradients of tensors as later blocks would: nobody but autograd holds them."""
+    """Makes the gradients of tensors as later blocks would: nobody else holds them, unless that is said."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, held: list[Tensor] | None, *tensors: Tensor) -> Tensor:
+        ctx.held = held
         ctx.likes = [torch.empty_like(tensor, device="meta") for tensor in tensors]
         ctx.device = tensors[0].device
         return torch.zeros((), device=ctx.device)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.ones_like(like, device=ctx.device) for like in ctx.likes)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        made = tuple(torch.ones_like(like, device=ctx.device) for like in ctx.likes)
+        if ctx.held is not None:
+            ctx.held.extend(made)
+        return None, *made
 
 
 def _fresh(tensor: Tensor) -> Tensor:
@@ -251,10 +255,15 @@ class LoneBlock:
         torch.clear_autocast_cache()
         return tensors_in(result)
 
-    def end(self, made: Sequence[Tensor]) -> Tensor:
-        """A scalar to run backward from. It keeps the graph of what was made, not the tensors."""
+    def end(self, made: Sequence[Tensor], held: list[Tensor] | None = None) -> Tensor:
+        """A scalar to run backward from. It keeps the graph of what was made, not the tensors.
+
+        Args:
+            made: What forward returned.
+            held: Is to hold the gradients of those, which otherwise nobody but autograd does.
+        """
         apply: Any = _End.apply  # it carries no types
-        end: Tensor = apply(*(tensor for tensor in made if tensor.grad_fn is not None))
+        end: Tensor = apply(held, *(tensor for tensor in made if tensor.grad_fn is not None))
         return end
 
     def backward(self, end: Tensor) -> None:

@@ -24,7 +24,7 @@ def num_rows(batch: Any) -> int:
     Raises:
         ValueError: It has no tensor with rows.
     """
-    counts = Counter(len(tensor) for tensor in _tensors(batch) if tensor.dim())
+    counts = Counter(len(tensor) for tensor in tensors_of(batch) if tensor.dim())
     if not counts:
         raise ValueError(
             f"a batch ({type(batch).__name__}) without a tensor that has rows cannot be split into microbatches: give "
@@ -120,11 +120,16 @@ def _fields_or_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) or _fields(value) is not None
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """All tensors of a batch.
+
+    Args:
+        value: As for `num_rows`.
+    """
     if isinstance(value, Tensor):
         yield value
     for _, part in _fields(value) or ():
-        yield from _tensors(part)
+        yield from tensors_of(part)
 
 
 def _fields(value: Any) -> list[tuple[Any, Any]] | None:

@@ -272,6 +272,7 @@ def _watched(
 
 
 def _kept(hook: Callable[..., Any], keeping: Keeping) -> Callable[..., Any]:
+    @functools.wraps(hook)
     def run(*args: Any, **kwargs: Any) -> Any:
         with keeping():
             return hook(*args, **kwargs)

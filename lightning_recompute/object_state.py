@@ -22,6 +22,8 @@ _MAX_DEPTH = 5
 # objects of these libraries, of Python itself, and what can be called hold no state of a user's block
 _PYTHON = {"builtins", "enum", "functools", "logging", "random", "re", "threading", "types", "typing", "weakref"}
 _FOREIGN = _PYTHON | {"_thread", "lightning", "lightning_fabric", "numpy", "pytorch_lightning", "torch"}
+# what is made of these (a Trainer, a datamodule, a data set of the user's) may reach all data there is
+_MACHINERY = ("lightning.", "lightning_fabric.", "pytorch_lightning.", "torch.utils.data.")
 _CONTAINERS = (list, dict, set, deque)
 # the first that fits can make an empty one
 _BASES: tuple[Any, ...] = (OrderedDict, defaultdict, *_CONTAINERS, SimpleNamespace, object)
@@ -177,6 +179,7 @@ def has_content(value: Any) -> bool:
     if kind not in _has_content:
         _has_content[kind] = issubclass(kind, (*_CONTAINERS, SimpleNamespace)) or (
             kind.__module__.partition(".")[0] not in _FOREIGN
+            and not any(base.__module__.startswith(_MACHINERY) for base in kind.__mro__)
             and not issubclass(kind, Tensor | nn.Module | Enum | type)
             and (hasattr(value, "__dict__") or bool(_slots_of(kind)))
             and not hasattr(kind, "__del__")  # it owns something, which a copy would release

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -26,14 +26,10 @@ def named_state(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     Returns:
         `optimizer.state_dict()`, numbered as always, and `NAMES`. torch and Lightning do not look at the latter.
     """
-    names: dict[Any, str] = {}
-    for name, parameter in _parameters(module):
-        names.setdefault(parameter, name)
-    listed = _listed(optimizer)
-    found = [names.get(parameter, _UNNAMED.format(number)) for number, parameter in enumerate(listed)]
+    found = [names[0] for group in names_in_groups(optimizer, all_names(module)) for names in group]
     state = optimizer.state_dict()
     # an optimizer of another kind than torch's keeps its form, and is matched by its own load_state_dict
-    return {**state, NAMES: found} if _is_torchs(state) else state
+    return {**state, NAMES: found} if is_torchs(state) else state
 
 
 def by_name(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,29 +99,46 @@ def matched(
     Raises:
         ValueError: The numbers of groups differ; or, when strict, the parameters do.
     """
-    if not _is_torchs(state):
+    aliases = all_names(module)
+    return matched_to(state, names_in_groups(optimizer, aliases), type(optimizer).__name__, strict=strict)
+
+
+def matched_to(
+    state: Mapping[str, Any], groups: Sequence[Sequence[Sequence[str]]], kind: str, *, strict: bool = True
+) -> dict[str, Any]:
+    """A saved state dict in the order of parameters of which the names are known; see `matched`.
+
+    Args:
+        state: A saved state dict, numbered, with or without `NAMES`.
+        groups: What `names_in_groups` returns.
+        kind: What the optimizer is called in errors.
+        strict: Refuse parameters that the saved optimizer did not have, and the other way round.
+
+    Returns:
+        See `matched`.
+
+    Raises:
+        ValueError: See `matched`.
+    """
+    if not is_torchs(state):
         return dict(state)
-    groups, saved_groups = optimizer.param_groups, state["param_groups"]
+    saved_groups = state["param_groups"]
     if len(groups) != len(saved_groups):
         raise ValueError(
-            f"the checkpoint's {type(optimizer).__name__} has {len(saved_groups)} parameter groups, this one "
-            f"{len(groups)}; configure_optimizers has to make the groups that were saved"
+            f"the checkpoint's {kind} has {len(saved_groups)} parameter groups, this one {len(groups)}; "
+            "configure_optimizers has to make the groups that were saved"
         )
     if NAMES not in state:
         return dict(state)
     numbers = {name: number for number, name in enumerate(state[NAMES])}
-    aliases: dict[Any, list[str]] = {}
-    for name, parameter in _parameters(module):
-        aliases.setdefault(parameter, []).append(name)
-    listed = _listed(optimizer)
-    known = [aliases.get(parameter, [_UNNAMED.format(number)]) for number, parameter in enumerate(listed)]
+    known = [names for group in groups for names in group]
     places = [next((numbers[name] for name in names if name in numbers), None) for names in known]
     if strict:
         missing = [names[0] for names, place in zip(known, places, strict=True) if place is None]
         unexpected = [name for name, number in numbers.items() if number not in places]
         if missing or unexpected:
             raise ValueError(
-                f"the parameters of {type(optimizer).__name__} are not those of the checkpoint: not saved: "
+                f"the parameters of {kind} are not those of the checkpoint: not saved: "
                 f"{_list(missing)}; saved and not here: {_list(unexpected)}. Make the optimizer as it was, or set "
                 "strict_loading=False on the LightningModule to start those without a state"
             )
@@ -134,13 +147,36 @@ def matched(
     homes = {number: index for index, group in enumerate(saved_groups) for number in group["params"]}
     made, first = [], 0
     for index, group in enumerate(groups):
-        own = range(first, first := first + len(group["params"]))
+        own = range(first, first := first + len(group))
         home = next((homes[old] for new in own if (old := places[new]) is not None), index)
         made.append({**saved_groups[home], "params": list(own)})
     return {**without_names(state), "state": states, "param_groups": made}
 
 
-def _is_torchs(state: Mapping[str, Any]) -> bool:
+def all_names(module: nn.Module) -> dict[Any, list[str]]:
+    """Every name of each parameter of a module: tied ones have several."""
+    names: dict[Any, list[str]] = {}
+    for name, parameter in _parameters(module):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def names_in_groups(optimizer: Optimizer, names: Mapping[Any, list[str]]) -> list[list[list[str]]]:
+    """For each group of an optimizer, of each parameter all names; one that the module does not know gets one.
+
+    Args:
+        optimizer: The optimizer.
+        names: What `all_names` returns.
+    """
+    made, number = [], 0
+    for group in optimizer.param_groups:
+        made.append([names.get(each, [_UNNAMED.format(number + place)]) for place, each in enumerate(group["params"])])
+        number += len(group["params"])
+    return made
+
+
+def is_torchs(state: Mapping[str, Any]) -> bool:
+    """Whether a state dict has the form that torch's own optimizers give it."""
     return "state" in state and "param_groups" in state
 
 
@@ -150,11 +186,6 @@ def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         if isinstance(part, FSDPModule):  # after a forward without backward it may still have whole ones
             part.reshard()
     return list(module.named_parameters(remove_duplicate=False))
-
-
-def _listed(optimizer: Optimizer) -> list[Any]:
-    """Parameters in the order in which `state_dict` numbers them."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _list(names: Iterable[str]) -> str:

@@ -13,12 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_recompute.division import Division
 from lightning_recompute.probe import BEFORE
-from lightning_recompute.reduction import local_part
+from lightning_recompute.reduction import local_part, set_local_part
 from lightning_recompute.step_form import TensorForm
 
 
@@ -39,6 +38,7 @@ class Ownership:
         owners: For each parameter and buffer, by its first name, the ranks of the pipeline that use it, the one of
             its first stage first.
         tied: Names of parameters with several owners.
+        users: For each parameter and buffer the stages that were seen to use it.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class Ownership:
         self._rank = group.rank()
         ends = frozenset((BEFORE, sum(division.lengths)))
         chunks = {name: sorted({division.chunk_with(use) for use in used or ends}) for name, used in uses.items()}
+        self.users = {name: frozenset(chunks[name] if used else ()) for name, used in uses.items()}
         self.owners = {name: tuple(dict.fromkeys(map(division.rank_of, of))) for name, of in chunks.items()}
         everything = dict(module.named_parameters())
         if lazy := [name for name, parameter in everything.items() if is_lazy(parameter)]:
@@ -81,7 +82,7 @@ class Ownership:
                 setattr(part, key, placeholders[id(parameter)])
         for identity, parameter in dropped.items():
             parameter.grad = None
-            parameter.data = _like(parameter.data, placeholders[identity])
+            set_local_part(parameter, placeholders[identity])
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -177,7 +178,7 @@ class Ownership:
                 continue
             if isinstance(tensor, nn.Parameter) and self._rank not in self.owners[name]:
                 part = local_part(tensor.data)
-                tensor.data = _like(tensor.data, torch.empty(part.shape, dtype=part.dtype, device=part.device))
+                set_local_part(tensor, torch.empty(part.shape, dtype=part.dtype, device=part.device))
             part = local_part(tensor.detach())
             values = part.contiguous()
             dist.broadcast(values, group=self._group, group_src=self.owners[name][0])
@@ -192,15 +193,6 @@ def placeholder(parameter: nn.Parameter) -> Tensor:
     """
     part = local_part(parameter.detach())
     return TensorForm.of(part).poison(part.device, own=False)
-
-
-def _like(data: Tensor, part: Tensor) -> Tensor:
-    """A tensor with a part's values, divided as another is."""
-    if not isinstance(data, DTensor):
-        return part
-    return DTensor.from_local(
-        part, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
-    )
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -18,9 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
+from lightning_recompute.ambient import rng_devices
 from lightning_recompute.data_parallel import DataParallel, replicate
 from lightning_recompute.groups import ParallelGroups
 from lightning_recompute.materialize import Materializer, gather_over_data, is_meta
+from lightning_recompute.rank_stream import share_states
+from lightning_recompute.reduction import broadcast_from_first
 from lightning_recompute.sharding import shard
 from lightning_recompute.tensor_parallel import TensorParallel, apply_tensor_parallel
 from lightning_recompute.tensor_plan import Plan
@@ -37,6 +40,7 @@ class ParallelSettings:
 
     Args:
         tensor: Ranks that share each layer.
+        pipeline: Ranks that have consecutive blocks of the module each.
         sequence: Divide hidden states along the sequence between what the tensor-parallel plan divides.
         plan: Pattern of a module's name -> style; None: the model's own.
         data: `replicate` or `shard`.
@@ -47,15 +51,18 @@ class ParallelSettings:
     """
 
     tensor: int = 1
+    pipeline: int = 1
     sequence: bool = False
     plan: Plan | None = None
     data: DataParallelKind = "replicate"
 
     def __post_init__(self) -> None:
-        if isinstance(self.tensor, bool) or not isinstance(self.tensor, int):
-            raise TypeError(f"tensor_parallel_size={self.tensor!r}: an int is due")
-        if self.tensor < 1:
-            raise ValueError(f"tensor_parallel_size={self.tensor}: at least 1 is due")
+        for axis in ("tensor", "pipeline"):
+            size = getattr(self, axis)
+            if isinstance(size, bool) or not isinstance(size, int):
+                raise TypeError(f"{axis}_parallel_size={size!r}: an int is due")
+            if size < 1:
+                raise ValueError(f"{axis}_parallel_size={size}: at least 1 is due")
         if self.data not in get_args(DataParallelKind):
             raise ValueError(f"data_parallel={self.data!r}: 'replicate' or 'shard' is due")
         if self.tensor == 1:
@@ -99,13 +106,18 @@ class ParallelModule:
     def divide(self, blocks: str | Sequence[str] | None = None) -> None:
         """Divide the module over the tensor-parallel ranks; collective.
 
+        Ranks that hold parts of one module begin with the values, and under a pipeline with the random numbers, of
+        the first of them: a script need not seed them alike.
+
         Args:
             blocks: Where the blocks are; None: found.
 
         Raises:
             ValueError: See `apply_tensor_parallel`.
         """
-        shards = self.settings.data == "shard" and self.groups.size("data") > 1
+        self._begin_alike()
+        # stages are sharded later, when they are known
+        shards = self.settings.data == "shard" and self.groups.size("data") > 1 and self.settings.pipeline == 1
         if self.stays_apart and not shards:
             gather_over_data(self.module.modules(), self._gathered)
         if self.settings.tensor > 1:
@@ -120,6 +132,15 @@ class ParallelModule:
             self._materialize = Materializer(self.module, torch.device(self.groups.mesh.device_type), self._seed)
             if not shards:
                 self._materialize(self.module.modules())
+
+    def _begin_alike(self) -> None:
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        here = [tensor for tensor in tensors if not tensor.is_meta and not isinstance(tensor.data, DTensor)]
+        for axis in ("pipeline", "tensor"):
+            if self.groups.size(axis) > 1:
+                broadcast_from_first(here, self.groups.group(axis))
+        if self.groups.size("pipeline") > 1:
+            share_states(self.groups.group("pipeline"), rng_devices(here))
 
     def spread(self, units: Sequence[Sequence[nn.Module]], find_unused_parameters: bool = False) -> None:
         """Replicate or shard the module over `data`; collective.
@@ -243,6 +264,8 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup, device: torch.device)
     Raises:
         ValueError: It differs.
     """
+    if group.size() == 1:
+        return
     tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and not leaf.is_complex()]
     facts: list[float] = []
     for tensor in tensors:
@@ -255,7 +278,8 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup, device: torch.device)
     dist.all_gather(everyone, digest, group=group)
     if any(not torch.equal(other, digest) for other in everyone):
         raise ValueError(
-            "the tensor-parallel ranks, which share each layer, were given different batches; they have to see the "
-            "same. Let the Trainer put its distributed sampler in (use_distributed_sampler=True), or split the data by "
+            "ranks that share layers, or run stages of one pipeline, were given different batches; they have to see "
+            "the same. Where the data is shuffled, seed all of them alike (seed_everything); let the Trainer put its "
+            "distributed sampler in (use_distributed_sampler=True), or split the data by "
             "trainer.strategy.distributed_sampler_kwargs (num_replicas, rank) rather than by the global rank"
         )

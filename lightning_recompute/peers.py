@@ -8,7 +8,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 Found = TypeVar("Found")
 
@@ -77,21 +79,39 @@ class Peers:
         dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
-    def different(self, value: Any) -> list[Any]:
-        """The different values that ranks have, lowest rank first; collective.
+    def different(self, value: Any) -> dict[int, Any]:
+        """The different values that ranks have, by the lowest rank that has each, in that order; collective.
 
         Args:
             value: Picklable, and small: most ranks have the same, and send its digest only.
         """
         if self.group is None:
-            return [value]
+            return {0: value}
         size = dist.get_world_size(self.group)
         digests: list[Any] = [None] * size
         dist.all_gather_object(digests, hashlib.sha256(pickle.dumps(value)).digest(), self.group)
         values: list[Any] = [None] * size
         is_new = digests.index(digests[self.rank]) == self.rank
         dist.all_gather_object(values, [value] if is_new else None, self.group)
-        return [box[0] for box in values if box is not None]
+        return {rank: box[0] for rank, box in enumerate(values) if box is not None}
+
+    def give_to_first(self, tensor: Tensor) -> None:
+        """Send a tensor to rank 0, which waits for it (`take_from`)."""
+        if tensor.numel():
+            dist.send(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8), group=self.group, group_dst=0)
+
+    def take_from(self, rank: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """On rank 0: the tensor that another rank sends.
+
+        Args:
+            rank: That one.
+            shape: Of the tensor.
+            dtype: Of its elements.
+        """
+        received = torch.empty(shape, dtype=dtype)
+        if received.numel():
+            dist.recv(received.reshape(-1).view(torch.uint8), group=self.group, group_src=rank)
+        return received
 
     def leave(self) -> None:
         """Give the group up."""

@@ -8,61 +8,36 @@ process. What user code counts or prints before the blocks it does once a stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from lightning_recompute.ambient import lasting_values, own_rng_states, rng_devices, set_own_rng_states
 from lightning_recompute.blocks import BlockList
 from lightning_recompute.division import Division
+from lightning_recompute.first_values import check_first_values
 from lightning_recompute.groups import ParallelGroups
 from lightning_recompute.handback import HandBack, SetAside, loss_with
-from lightning_recompute.lazy_stage import SPLIT_BACKWARD, Chunk, LazyStage, make_schedule, plain_errors
+from lightning_recompute.lazy_stage import Chunk, LazyStage, make_schedule, plain_errors
 from lightning_recompute.materialize import is_meta
 from lightning_recompute.microbatches import Weight, num_rows, signature, split_batch, weights_of
+from lightning_recompute.origins import refuse_crossings
 from lightning_recompute.ownership import Ownership
+from lightning_recompute.pipeline_evaluation import forward_only
 from lightning_recompute.pipeline_settings import PipelineSettings, settled_schedule
+from lightning_recompute.pipeline_step import Alone, Running, Work
 from lightning_recompute.probe import Probe, Step, loss_of, only_list, probe_form, probe_step
+from lightning_recompute.schedule_actions import SPLITTING
 from lightning_recompute.stages import Stage
 from lightning_recompute.step_form import StepForm, TensorForm
 
 _SEEDS = 2**62
 _MAX_FORMS = 1024
-
-
-@dataclass(frozen=True)
-class Running:
-    """What runs on this rank at the moment.
-
-    Args:
-        chunk: The stage of the pipeline.
-        microbatch: Its number.
-        weight: What it counts in the loss of its batch; all together 1.
-        is_last: Whether the stage comes to the loss, so that what the user logs is to be recorded.
-    """
-
-    chunk: int
-    microbatch: int
-    weight: float
-    is_last: bool
-
-
-@dataclass
-class _Work:
-    """One step of the schedule."""
-
-    step: Step
-    microbatches: list[Any]
-    weights: list[float]
-    forms: list[StepForm]
-    seed: int
-    scale: float
-    loss: Tensor | None = None
 
 
 class PipelineModule:
@@ -80,15 +55,17 @@ class PipelineModule:
         ValueError: One rank, or a number of microbatches that the schedule cannot run.
     """
 
+    stage_type = LazyStage
+
     def __init__(self, module: nn.Module, groups: ParallelGroups, settings: PipelineSettings) -> None:
         self.module = module
         self.settings = settings
         self.num_ranks = groups.size("pipeline")
         settings.check_ranks(self.num_ranks)
         self._group = groups.group("pipeline")
-        self._rank = groups.rank("pipeline")
+        self.rank = groups.rank("pipeline")
         kind = groups.mesh.device_type
-        self._device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         self.schedule, self.virtual = settled_schedule(settings.schedule, settings.virtual)
         self.division: Division
         self.ownership: Ownership
@@ -100,7 +77,7 @@ class PipelineModule:
         self._forms: dict[Any, StepForm] = {}
         self._schedules: dict[tuple[str, int], Callable[[], None]] = {}
         self._checked = False
-        self._work: _Work
+        self._work: Work
 
     # ---- dividing
 
@@ -126,16 +103,28 @@ class PipelineModule:
         )
         microbatch = self._split(example)[0]
         self._probe = probe_step(self.module, self.block_list, step, microbatch)
+        refuse_crossings(self._probe.crossings, self.block_list.names, self.division)
         self._forms[self._form_key("train", microbatch)] = self._probe.form
         self.ownership = Ownership(self.module, self._probe.uses, self.division, self._group)
-        for chunk in self.division.chunks_of(self._rank):
+        for chunk in self.division.chunks_of(self.rank):
             start, stop = self.division.bounds[chunk]
-            self._stages[chunk] = Stage(self.module, self.block_list, start, stop, self._device)
+            self._stages[chunk] = Stage(self.module, self.block_list, start, stop, self.device)
 
     @property
     def has_last(self) -> bool:
         """Whether this rank comes to the loss; the last one does not always (zbv)."""
-        return self.division.last_rank == self._rank
+        return self.division.last_rank == self.rank
+
+    @property
+    def own_blocks(self) -> list[nn.Module]:
+        """The blocks that run on this rank, in forward order."""
+        bounds = [self.division.bounds[chunk] for chunk in self.division.chunks_of(self.rank)]
+        return [block for start, stop in bounds for block in self.block_list.blocks[start:stop]]
+
+    @property
+    def loss_form(self) -> TensorForm:
+        """The loss that the step was seen to give."""
+        return self._probe.loss
 
     def _split(self, batch: Any) -> list[Any]:
         return split_batch(batch, self.settings.num_microbatches_of(num_rows(batch), self.num_ranks))
@@ -185,16 +174,13 @@ class PipelineModule:
             ValueError: The step does something else than in the one that was watched. In the first step: it uses a
                 value that only an earlier stage has.
         """
-        microbatches = self._split(batch)
-        counts = weights_of(microbatches, weight or getattr(self.module, "microbatch_weight", None))
-        forms = [self._form("train", step, microbatch) for microbatch in microbatches]
         owned = self.ownership.parameters
         trained = [parameter for parameter in owned.values() if parameter.requires_grad]
-        self._work = _Work(step, microbatches, counts, forms, self._agreed_seed(), scale)
+        self._work = self._work_of(step, batch, weight, self._agreed_seed(), scale)
         tied = {owned[name] for name in self.ownership.tied if name in owned}
         aside = SetAside([parameter for parameter in trained if not in_place or parameter in tied], drop_gradients)
         try:
-            self._run_schedule(len(microbatches))
+            self._run_schedule(len(self._work.microbatches))
         except BaseException:
             self._schedules.clear()  # half done
             aside.restore()
@@ -204,20 +190,52 @@ class PipelineModule:
             del self._work
         made = aside.restore()
         if not self._checked:
-            self._check_first_step(loss)
+            check_first_values(self._stages.values(), loss, self.block_list.names, self._group)
+            self._checked = True
         return loss_with(self._on_all_ranks(loss), HandBack(self._with_ties(made), scale, fixed=in_place))
 
+    def _work_of(self, step: Step, batch: Any, weight: Weight | None, seed: int, scale: float) -> Work:
+        microbatches = self._split(batch)
+        counts = weights_of(microbatches, weight or getattr(self.module, "microbatch_weight", None))
+        forms = [self._form("train", step, microbatch) for microbatch in microbatches]
+        return Work(step, microbatches, counts, forms, seed, scale)
+
+    @contextmanager
+    def alone(self, step: Step, batch: Any) -> Iterator[Alone]:
+        """The forwards of a training step, to be run one by one; not collective.
+
+        Args:
+            step: As for `run`.
+            batch: As for `run`.
+        """
+        former, self._checked = self._checked, True
+        self._work = self._work_of(step, batch, None, 0, 1.0)
+        try:
+            yield Alone(self._forward, tuple(self._work.microbatches), tuple(self._work.forms))
+        finally:
+            self._checked = former
+            del self._work
+
+    def schedule_of(self, num_microbatches: int) -> str:
+        """The schedule that runs so many microbatches.
+
+        Args:
+            num_microbatches: Of a step.
+        """
+        return "gpipe" if self.schedule == "1f1b" and num_microbatches < self.num_ranks else self.schedule
+
+    def lazy_stages(self) -> list[LazyStage]:
+        """The chunks of this rank as torch runs them, in forward order."""
+        return [self._lazy_stage(chunk) for chunk in self._stages]
+
     def _run_schedule(self, num_microbatches: int) -> None:
-        name = self.schedule
-        if name == "1f1b" and num_microbatches < self.num_ranks:
-            name = "gpipe"
+        name = self.schedule_of(num_microbatches)
         if (name, num_microbatches) not in self._schedules:
-            stages = [self._lazy_stage(chunk) for chunk in self._stages]
-            self._schedules[name, num_microbatches] = make_schedule(name, stages, num_microbatches)
+            self._schedules[name, num_microbatches] = make_schedule(name, self.lazy_stages(), num_microbatches)
         devices = self._rng_devices()
         states = own_rng_states(devices)
         try:
-            with plain_errors(), lasting_values(name in SPLIT_BACKWARD):
+            with plain_errors(), lasting_values(name in SPLITTING):
                 self._schedules[name, num_microbatches]()
         finally:
             set_own_rng_states(devices, states)
@@ -232,8 +250,8 @@ class PipelineModule:
             return self._forward(chunk, received, microbatch)
 
         parameters = [parameter for parameter in self.ownership.parameters.values() if parameter.requires_grad]
-        return LazyStage(
-            Chunk(run, parameters, chunk == 0), chunk, self.division.num_chunks, self._device, self._group, form_of
+        return self.stage_type(
+            Chunk(run, parameters, chunk == 0), chunk, self.division.num_chunks, self.device, self._group, form_of
         )
 
     def _forward(self, chunk: int, received: Tensor | None, microbatch: int) -> Tensor:
@@ -258,9 +276,9 @@ class PipelineModule:
         work.loss = weighted if work.loss is None else work.loss + weighted
         return (loss * (work.weights[microbatch] * work.scale)).reshape(1).clone()
 
-    def _run_stage(self, chunk: int, received: Tensor | None, microbatch: int, work: _Work) -> Any:
+    def _run_stage(self, chunk: int, received: Tensor | None, microbatch: int, work: Work) -> Any:
         stage = self._stages[chunk]
-        self.running = Running(chunk, microbatch, work.weights[microbatch], stage.is_last)
+        self.running = Running(chunk, microbatch, work.weights[microbatch], stage.is_last, chunk > 0)
         # what a step draws before its blocks is the same on all stages, what blocks draw differs between stages
         torch.manual_seed(work.seed + microbatch)
         try:
@@ -274,21 +292,23 @@ class PipelineModule:
             self.running = None
 
     def _own_seed(self, seed: int, chunk: int) -> None:
+        if self.running is not None:
+            self.running = replace(self.running, is_before=False)
         torch.manual_seed((seed + chunk * 0x9E3779B97F4A7C15) % 2**63)
 
     def _rng_devices(self) -> tuple[torch.device, ...]:
-        return rng_devices([torch.empty(0, device=self._device)])
+        return rng_devices([torch.empty(0, device=self.device)])
 
     def _agreed_seed(self) -> int:
         """Drawn by every rank, so that their streams stay side by side; the first one's counts."""
-        seed = torch.randint(_SEEDS, (), dtype=torch.int64).to(self._device)
+        seed = torch.randint(_SEEDS, (), dtype=torch.int64).to(self.device)
         dist.broadcast(seed, group=self._group, group_src=0)
         return int(seed)
 
     # ---- what ranks tell each other
 
     def _on_all_ranks(self, loss: Tensor | None) -> Tensor:
-        value = torch.zeros((), dtype=torch.float64, device=self._device) if loss is None else loss.to(torch.float64)
+        value = torch.zeros((), dtype=torch.float64, device=self.device) if loss is None else loss.to(torch.float64)
         dist.broadcast(value, group=self._group, group_src=self.division.last_rank)
         return value.to(self._probe.loss.dtype)
 
@@ -296,32 +316,6 @@ class PipelineModule:
         mine = self.ownership.parameters
         sums = self.ownership.sum_tied({name: made.get(mine[name]) for name in self.ownership.tied if name in mine})
         return made | {mine[name]: gradient for name, gradient in sums.items()}
-
-    def _check_first_step(self, loss: Tensor | None) -> None:
-        """What the probe cannot see: values of other stages that come to the loss, or into what blocks are given."""
-        digests = [pair for stage in self._stages.values() for pair in (stage.digests or {}).items()]
-        found: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(found, (digests, loss is not None and bool(loss.isnan())), group=self._group)
-        given: dict[int, set[str]] = {}
-        for one, _ in found:
-            for index, value in one:
-                given.setdefault(index, set()).add(value)
-        for index, values in given.items():
-            if len(values) > 1:
-                raise ValueError(
-                    f"{self.block_list.names[index]} is given something beside the hidden state that differs between "
-                    "pipeline stages: it is made from parameters or hidden states that only an earlier stage has. Let "
-                    "the step make it from the batch"
-                )
-        if any(is_nan for _, is_nan in found):
-            raise ValueError(
-                "the first loss is NaN: behind the blocks the step uses a value that only an earlier pipeline stage "
-                "has (the output of an embedding or of an earlier block, a parameter used in no other way), which is "
-                "NaN on the last one; or the loss of the first batch is NaN without a pipeline too"
-            )
-        for stage in self._stages.values():
-            stage.digests = None
-        self._checked = True
 
     # ---- evaluation
 
@@ -340,43 +334,21 @@ class PipelineModule:
         microbatches = split_batch(batch, num_microbatches) if num_microbatches > 1 else [batch]
         counts = weights_of(microbatches)
         forms = [self._form(kind, step, microbatch) for microbatch in microbatches]
-        work = _Work(step, microbatches, counts, forms, self._agreed_seed(), 1.0)
+        work = Work(step, microbatches, counts, forms, self._agreed_seed(), 1.0)
         devices = self._rng_devices()
         states = own_rng_states(devices)
         try:
             with torch.no_grad():
-                results = self._forward_only(work)
+                return forward_only(
+                    self._stages,
+                    lambda chunk, received, number: self._run_stage(chunk, received, number, work),
+                    forms,
+                    self.division,
+                    self._group,
+                    self.device,
+                )
         finally:
             set_own_rng_states(devices, states)
-        # on the way tensors are on no device that only one of the ranks has
-        box = [tree_map_only(Tensor, Tensor.cpu, results)]
-        dist.broadcast_object_list(box, group=self._group, group_src=self.division.last_rank)
-        return results if self.has_last else tree_map_only(Tensor, lambda tensor: tensor.to(self._device), box[0])
-
-    def _forward_only(self, work: _Work) -> list[Any]:
-        """All microbatches go through a stage before the next one of this rank starts."""
-        here: dict[tuple[int, int], Tensor] = {}
-        sent: list[tuple[Any, Tensor]] = []
-        results: list[Any] = []
-        rank_of = self.division.rank_of
-        for chunk, stage in self._stages.items():
-            for microbatch, form in enumerate(work.forms):
-                received = here.pop((chunk, microbatch), None)
-                if chunk and received is None:
-                    hidden = form.blocks[stage.start].hidden
-                    received = torch.empty(hidden.shape, dtype=hidden.dtype, device=self._device)
-                    dist.recv(received, group=self._group, group_src=rank_of(chunk - 1))
-                result = self._run_stage(chunk, received, microbatch, work)
-                if stage.is_last:
-                    results.append(result)
-                elif rank_of(chunk + 1) == self._rank:
-                    here[chunk + 1, microbatch] = result
-                else:
-                    result = result.contiguous()
-                    sent.append((dist.isend(result, group=self._group, group_dst=rank_of(chunk + 1)), result))
-        for work_sent, _ in sent:
-            work_sent.wait()
-        return results
 
     # ---- the end
 

@@ -68,7 +68,8 @@ class PipelineSettings:
         schedule: One of `schedules.SCHEDULES`.
         virtual: Chunks of the model on each rank.
         num_microbatches: Of one step; None: four for each rank. At most the rows of a batch.
-        split: How blocks are divided; see `Division.of`.
+        split: How blocks are divided; see `Division.of`. Or `balanced`: by measured time and memory, for schedules of
+            one chunk on each rank; `balanced_settings` makes numbers of it before the module is divided.
 
     Raises:
         ValueError: A value, or two, that mean nothing.
@@ -81,7 +82,12 @@ class PipelineSettings:
     split: Split = "count"
 
     def __post_init__(self) -> None:
-        settled_schedule(self.schedule, self.virtual)
+        schedule, _ = settled_schedule(self.schedule, self.virtual)
+        if self.split == "balanced" and schedule not in ("1f1b", "gpipe"):
+            raise ValueError(
+                f"split='balanced' with schedule={schedule!r}: blocks are balanced for schedules of one chunk on each "
+                "rank, '1f1b' and 'gpipe'; divide them by split='count', or list the number of blocks of each chunk"
+            )
         number = self.num_microbatches
         if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
             raise TypeError(f"num_microbatches={number!r}: an int is due")
@@ -118,3 +124,41 @@ class PipelineSettings:
                 f"num_microbatches={wanted} do not fall into equal rounds over {num_ranks} pipeline ranks, which "
                 f"schedule={schedule!r} needs; take {near}, or a multiple of {num_ranks}"
             )
+
+
+def settings_of(
+    size: int, virtual: int, num_microbatches: int | None, schedule: str, split: Split
+) -> PipelineSettings | None:
+    """The settings of a pipeline from the words of a strategy.
+
+    Args:
+        size: `pipeline_parallel_size`.
+        virtual: `virtual_pipeline_size`.
+        num_microbatches: The same.
+        schedule: The same.
+        split: The same.
+
+    Returns:
+        None where there is one rank.
+
+    Raises:
+        ValueError: A value, or two, that mean nothing.
+        TypeError: A number that is no int.
+    """
+    settings = PipelineSettings(schedule=schedule, virtual=virtual, num_microbatches=num_microbatches, split=split)
+    if size != 1:
+        return settings
+    defaults = PipelineSettings()
+    words = {
+        "virtual_pipeline_size": (virtual, defaults.virtual),
+        "num_microbatches": (num_microbatches, defaults.num_microbatches),
+        "schedule": (schedule, defaults.schedule),
+        "split": (split, defaults.split),
+    }
+    given = ", ".join(f"{word}={value!r}" for word, (value, default) in words.items() if value != default)
+    if given:
+        raise ValueError(
+            f"{given} with pipeline_parallel_size=1, which has one stage: set pipeline_parallel_size, or leave the "
+            "rest out (a batch is divided into steps by accumulate_grad_batches)"
+        )
+    return None

@@ -15,19 +15,22 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import TRAIN_DATALOADERS
 from rich.console import Console
-from torch.optim import Optimizer
 
 from lightning_recompute.budgeting import accumulates, optimizers_of
 from lightning_recompute.device_memory import DEFAULT_FRACTION, budget_bytes, device_bytes, device_name
 from lightning_recompute.fake_model import on_fake_tensors
-from lightning_recompute.files import write_atomically
+from lightning_recompute.files import csv_text, write_atomically
+from lightning_recompute.first_batch import FAKE_DTYPES, configured_optimizers, first_batch
 from lightning_recompute.first_step import in_first_step
 from lightning_recompute.gpt import GPT
 from lightning_recompute.overview import Overview, overview
+from lightning_recompute.parallel import DataParallelKind
 from lightning_recompute.pictures import plan_picture, save_picture
+from lightning_recompute.pipeline_command import plan_ranks, words_of
+from lightning_recompute.pipeline_forecast import LayoutForecast
+from lightning_recompute.pipeline_layout import Layout
 from lightning_recompute.planning import bucket_bytes, prices_of, profile_batch
 from lightning_recompute.printing import wide_console
-from lightning_recompute.reporting import csv_text
 from lightning_recompute.settings import settings as named
 from lightning_recompute.stage_options import Prices
 from lightning_recompute.step_memory import PARTS
@@ -41,8 +44,6 @@ CURVE_FILE = "plan.csv"
 CURVE_COLUMNS = ("name", "kind", "peak_bytes", "extra_seconds")
 STEP_COLUMNS = ("moment", "phase", "block", *(f"{part}_bytes" for part in PARTS), "total_bytes", "kept_bytes")
 BLOCK_COLUMNS = ("block", "action", "held_bytes")
-
-_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 
 
 class PlanningTrainer(pl.Trainer):
@@ -60,10 +61,24 @@ class PlanningTrainer(pl.Trainer):
         device: str | None = None,
         fake: bool | None = None,
         output: str = ".",
+        recompute: dict[str, Any] | None = None,
+        tensor_parallel_size: int | None = None,
+        sequence_parallel: bool | None = None,
+        tensor_parallel_plan: dict[str, Any] | None = None,
+        pipeline_parallel_size: int | None = None,
+        virtual_pipeline_size: int | None = None,
+        num_microbatches: int | None = None,
+        schedule: str | None = None,
+        split: str | list[int] | None = None,
+        data_parallel: DataParallelKind | None = None,
+        confirm: bool = False,
         ckpt_path: str | None = None,
         weights_only: bool | None = None,
-    ) -> Overview:
+    ) -> Overview | LayoutForecast:
         """Find the fastest recompute plan that keeps a memory budget, without training.
+
+        Where ranks share the model, each stage of the pipeline is planned for itself, and what every stage will need
+        is shown; without a budget that of the words in the config.
 
         Args:
             model: The model.
@@ -80,7 +95,25 @@ class PlanningTrainer(pl.Trainer):
                 measured. Null: this one.
             fake: Measure on tensors that have shapes and no memory, for a model that is too large to build here; time
                 is then counted, too. Null: where it is our GPT and its parameters would not fit.
-            output: Folder for plan.yaml, plan.csv, plan_step.csv, plan_blocks.csv, plan.png and plan.svg.
+            output: Folder for plan.yaml, plan.csv, plan_step.csv, plan_blocks.csv, plan.png and plan.svg; of several
+                ranks plan_stages.csv and plan_schedule.csv in place of plan_step.csv.
+            recompute: Where ranks share the model: what is recomputed, as {granularity: full, method: block,
+                num_layers: 4}, to be forecast as it is. Null: as the strategy in the config says, where it has no
+                memory_budget.
+            tensor_parallel_size: Ranks that share each layer. Null: the strategy's in the config, else 1.
+            sequence_parallel: Whether these divide hidden states along the sequence. Null: as the config says.
+            tensor_parallel_plan: How layers are divided over them. Null: the config's, else the model's own.
+            pipeline_parallel_size: Stages of a pipeline. Null: the strategy's in the config, else 1.
+            virtual_pipeline_size: Chunks of blocks on each stage. Null: as the config says, else 1.
+            num_microbatches: Parts in which a batch runs through the stages. Null: as the config says, else four for
+                each stage, at most the rows of the batch.
+            schedule: Their order: gpipe, 1f1b, interleaved-1f1b, interleaved-zero-bubble or zbv-zero-bubble. Null: as
+                the config says, else 1f1b.
+            split: Blocks over stages: count; balanced, by time and memory, together with the plans; or a number for
+                each. Null: as the config says, else count.
+            data_parallel: What ranks that divide the data hold: replicate or shard. Null: as the config says.
+            confirm: Of a pipeline: run the real schedule of each rank, too, on tensors that have shapes and no memory,
+                and print its peak beside the predicted one. Takes longer the more microbatches there are.
             ckpt_path: Not read; here so that the config of a fit can be used.
             weights_only: Not read; here so that the config of a fit can be used.
 
@@ -95,11 +128,41 @@ class PlanningTrainer(pl.Trainer):
             raise ValueError(
                 "fake=True: this model is built already; make it under torch.device('meta'), or leave it out"
             )
-        if memory_budget is None and (is_unbuilt or device is not None):
+        layout = Layout(
+            tensor=tensor_parallel_size or 1,
+            sequence=bool(sequence_parallel),
+            pipeline=pipeline_parallel_size or 1,
+            virtual=virtual_pipeline_size or 1,
+            schedule=schedule or "1f1b",
+            num_microbatches=num_microbatches,
+            split=split or "count",
+            data=num_replicas or 1,
+            data_parallel=data_parallel or "replicate",
+        )
+        words = words_of(recompute) if layout.is_divided else None
+        if memory_budget is None and words is None and (is_unbuilt or device is not None):
             raise ValueError(
                 "memory_budget: none is given, and 0.9 of this device means nothing for another one; give a size such "
                 "as 22GiB"
             )
+        if layout.is_divided:
+            return plan_ranks(
+                self,
+                model,
+                train_dataloaders,
+                datamodule,
+                output=output,
+                confirms=confirm,
+                layout=layout,
+                memory_budget=DEFAULT_FRACTION if memory_budget is None and words is None else memory_budget,
+                words=words,
+                blocks=blocks,
+                settings=settings,
+                device=device,
+                tensor_plan=tensor_parallel_plan,
+            )
+        if confirm:
+            raise ValueError("confirm=True on one rank: what is run is the schedule of a pipeline; leave it out")
         look = plan_on_fake_tensors if is_unbuilt else plan_first_batch
         view = look(
             self,
@@ -217,43 +280,22 @@ def plan_on_fake_tensors(
     """
     named(settings or ())
     budget = budget_bytes(memory_budget, "cpu")
-    batch = _first_batch(model, train_dataloaders, datamodule)
+    batch = first_batch(model, train_dataloaders, datamodule)
     model.trainer = trainer
     with ExitStack() as stack:
-        fake = stack.enter_context(on_fake_tensors(lambda: model, dtype=_DTYPES.get(trainer.precision)))
+        fake = stack.enter_context(on_fake_tensors(lambda: model, dtype=FAKE_DTYPES.get(trainer.precision)))
         stack.enter_context(trainer.precision_plugin.train_step_context())
         profile = profile_batch(
             fake,
             batch,
             blocks=blocks,
-            optimizers=_optimizers(fake.configure_optimizers()),
+            optimizers=configured_optimizers(fake.configure_optimizers()),
             accumulating=accumulates(trainer, fake),
             other_bytes=bucket_bytes(fake, num_replicas),
             exact=False,
         )
         prices = Prices() if device is None else prices_of(device, fake)
         return overview(fake, profile, budget, device or "fake tensors", names=settings, prices=prices)
-
-
-def _first_batch(
-    model: pl.LightningModule, loader: TRAIN_DATALOADERS | None, datamodule: pl.LightningDataModule | None
-) -> Any:
-    if loader is None and datamodule is not None:
-        datamodule.prepare_data()
-        datamodule.setup("fit")
-        loader = datamodule.train_dataloader()
-    return next(iter(model.train_dataloader() if loader is None else loader))
-
-
-def _optimizers(configured: Any) -> list[Optimizer]:
-    """The optimizers in what `configure_optimizers` returns, in any of its forms."""
-    if isinstance(configured, Optimizer):
-        return [configured]
-    if isinstance(configured, Mapping):
-        return _optimizers(configured["optimizer"])
-    if isinstance(configured, tuple | list):
-        return [optimizer for each in configured for optimizer in _optimizers(each)]
-    return []  # a scheduler, or none
 
 
 # ---- what is written

@@ -17,7 +17,11 @@ from lightning_recompute.blocks import find_blocks
 from lightning_recompute.cost import extra_seconds
 from lightning_recompute.device_memory import budget_bytes
 from lightning_recompute.forecast import Forecast, ParallelSizes, StageForecast, stage_forecast
+from lightning_recompute.ledger import allocated_bytes
+from lightning_recompute.measured_model import measure_model
 from lightning_recompute.only_tried import only_tried
+from lightning_recompute.pipeline_forecast import forecast_ranks
+from lightning_recompute.pipeline_layout import Layout
 from lightning_recompute.plan import RecomputePlan
 from lightning_recompute.plan_search import PlanSearch
 from lightning_recompute.policy import RecomputePolicy
@@ -28,6 +32,8 @@ from lightning_recompute.throughput import device_peak_flops
 from lightning_recompute.tried_step import LONE_STEP, TriedStep
 
 logger = logging.getLogger(__name__)
+
+_PARTS = ("parameters", "optimizer", "batch", "other", "gradients", "blocks", "running", "outside")
 
 
 def plan_recompute(
@@ -57,7 +63,8 @@ def plan_recompute(
         optimizer: What trains the module. None: it has no state.
         blocks: Where the blocks are; see `find_blocks`.
         parallel: Sizes of the parallel groups; None: one device. With `data` each process holds the whole module, as
-            under torch's DistributedDataParallel.
+            under torch's DistributedDataParallel. With `pipeline` each stage gets a plan of its own: the module is
+            measured whole, on one microbatch, and never divided.
         num_microbatches: Parts, by rows, in which a batch is run; gradients add up.
         schedule: The order of microbatches on several pipeline stages; on one there is nothing to order.
         device: Name of another device to plan for (`"NVIDIA H100 80GB HBM3"`, `"A100"`): time is counted by its peak
@@ -73,17 +80,26 @@ def plan_recompute(
         ValueError: The budget is no size, or the model's blocks cannot be found or measured; or the module is, or is
             to be, divided over processes, which have to measure it together.
     """
-    if schedule != "1f1b":
+    parallel = parallel or ParallelSizes()
+    if schedule != "1f1b" and parallel.pipeline == 1:
         raise ValueError(
             f"schedule={schedule!r}: it orders microbatches on several stages, and there is one; leave it out"
         )
-    parallel = parallel or ParallelSizes()
     _check_whole(module, parallel)
     where = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     within = budget_bytes(memory_budget, where)
     if device is not None:
         prices = prices or prices_of(device, module)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    if parallel.pipeline > 1:
+        layout = Layout(
+            pipeline=parallel.pipeline,
+            virtual=parallel.virtual,
+            schedule=schedule,
+            num_microbatches=num_microbatches,
+            data=parallel.data,
+        )
+        return _plan_stages(module, batch, within, layout, optimizers, blocks, prices)
     profile = profile_batch(
         module,
         first_microbatch(batch, num_microbatches),
@@ -93,6 +109,51 @@ def plan_recompute(
         other_bytes=bucket_bytes(module, parallel.data),
     )
     return forecast_within(profile, within, prices=prices)
+
+
+def _plan_stages(
+    module: nn.Module,
+    batch: Any,
+    within: int,
+    layout: Layout,
+    optimizers: Sequence[Optimizer],
+    blocks: str | Sequence[str] | None,
+    prices: Prices | None,
+) -> Forecast:
+    assert layout.num_microbatches is not None
+    number = layout.num_microbatches
+    measured = measure_model(
+        module,
+        lambda given: _step(module, given)(),
+        first_microbatch(batch, number),
+        whole=dict(module.named_parameters()),
+        blocks=blocks,
+        optimizers=optimizers,
+        prices=prices,
+    )
+    batch_bytes = allocated_bytes(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    view = forecast_ranks(measured, layout, number, budget_bytes=within, names=[], batch_bytes=batch_bytes)
+    if view.refusal is not None:
+        raise view.refusal
+    stages = []
+    for rank in view.ranks:
+        parts = dict(rank.breakdown)
+        other = parts.pop("other") - batch_bytes
+        parts |= {"batch": batch_bytes, "other": other, "blocks": parts.pop("activations")}
+        first, *more = rank.blocks
+        stages.append(
+            StageForecast(
+                rank.rank,
+                first,
+                rank.in_flight,
+                rank.peak_bytes,
+                rank.moment,
+                {name: parts[name] for name in _PARTS},
+                rank.extra_seconds,
+                tuple(more),
+            )
+        )
+    return Forecast(view.plan, within, tuple(stages), measured.profile, measured.found)
 
 
 def _check_whole(module: nn.Module, parallel: ParallelSizes) -> None:

@@ -18,20 +18,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_leaves
 
 from lightning_recompute.blocks import BlockList, find_blocks
 from lightning_recompute.frame import Frame
+from lightning_recompute.lone_block import FAKE_LOGGER, silenced
 from lightning_recompute.microbatches import map_tensors, num_rows
+from lightning_recompute.origins import Crossing, Origins
 from lightning_recompute.step_form import BlockForm, StepForm, TensorForm
-from lightning_recompute.untouched import undone
+from lightning_recompute.untouched import hook_owner, undone
 
 logger = logging.getLogger(__name__)
 
 Step = Callable[[Any], Any]
 """Runs the user's step on a (micro)batch."""
+
+_NAMED = 6
 
 BEFORE = -1
 """Stands for what runs before the first block, as the number of blocks does for what runs after the last."""
@@ -46,11 +51,13 @@ class Probe:
         uses: For each parameter and buffer, by its first name, where it is used: `BEFORE`, indices of blocks, their
             number for after. Parameters of a block count as used by it.
         loss: The loss.
+        crossings: What comes to the loss from a block by another way than the hidden state; see `Origins`.
     """
 
     form: StepForm
     uses: Mapping[str, frozenset[int]]
     loss: TensorForm
+    crossings: frozenset[Crossing] = frozenset()
 
 
 class _Left(BaseException):
@@ -114,7 +121,8 @@ def probe_step(module: nn.Module, block_list: BlockList, step: Step, microbatch:
     """
     watched = _watched(module, block_list, step, microbatch, whole=True)
     assert watched.loss is not None
-    return Probe(watched.form(num_rows(microbatch)), watched.uses(), watched.loss)
+    crossings = frozenset(watched.origins.crossings)
+    return Probe(watched.form(num_rows(microbatch)), watched.uses(), watched.loss, crossings)
 
 
 def probe_form(module: nn.Module, block_list: BlockList, step: Step, microbatch: Any, known: StepForm) -> StepForm:
@@ -138,7 +146,7 @@ def probe_form(module: nn.Module, block_list: BlockList, step: Step, microbatch:
 def _watched(module: nn.Module, block_list: BlockList, step: Step, microbatch: Any, *, whole: bool) -> _Watch:
     fake = _Watch(module, block_list)
     try:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode: Any = active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
         fake.run(step, map_tensors(mode.from_tensor, microbatch), mode, whole)
     except Exception as error:
         if not whole:
@@ -161,8 +169,11 @@ class _Uses(TorchDispatchMode):
         self._watch = watch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._watch.note(tree_leaves((args, kwargs)))
-        return func(*args, **(kwargs or {}))
+        leaves = tree_leaves((args, kwargs))
+        self._watch.note(leaves)
+        result = func(*args, **(kwargs or {}))
+        self._watch.origins.note(func, leaves, args, kwargs or {}, tree_leaves(result), self._watch.segment)
+        return result
 
 
 class _Watch:
@@ -173,7 +184,7 @@ class _Watch:
         self._list = block_list
         self._names = {id(tensor): name for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
         self._used: defaultdict[str, set[int]] = defaultdict(set)
-        self._segment = BEFORE
+        self.segment = BEFORE
         self._order: list[int] = []
         self._calls: list[tuple[tuple[int, ...], TensorForm]] = []
         self._returns: list[tuple[TreeSpec, list[Any]]] = []
@@ -181,11 +192,13 @@ class _Watch:
         self._outputs: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
         self._faults: list[str] = []
         self.loss: TensorForm | None = None
+        self.origins: Origins
 
     def run(self, step: Step, microbatch: Any, mode: FakeTensorMode | None, whole: bool) -> None:
         with undone(self._module, [self._list]) as stack:
             # the step writes copies of the buffers
             self._names |= {id(buffer): name for name, buffer in self._module.named_buffers()}
+            self.origins = Origins(self._module.parameters(), self._module.buffers())
             for index, block in enumerate(self._list.blocks):
                 before, after = functools.partial(self._before, index), functools.partial(self._after, index, whole)
                 stack.callback(block.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
@@ -196,7 +209,7 @@ class _Watch:
             frame.close_tape(frame.open_tape("probe", _leave, ()), ())
             stack.enter_context(frame.packing())
             stack.enter_context(torch.enable_grad())
-            self._enter_modes(stack, mode)
+            self._enter_modes(stack, mode, whole)
             try:
                 loss = loss_of(step(microbatch))
             except _Left:
@@ -206,23 +219,26 @@ class _Watch:
                         "turns; return the loss instead (automatic optimization)"
                     ) from None
             else:
+                self.origins.reach(loss)
                 self.loss = TensorForm.of(loss)
 
-    def _enter_modes(self, stack: ExitStack, mode: FakeTensorMode | None) -> None:
+    def _enter_modes(self, stack: ExitStack, mode: FakeTensorMode | None, whole: bool) -> None:
         if mode is not None:
             stack.enter_context(mode)
-        stack.enter_context(_Uses(self))
+            stack.enter_context(silenced(FAKE_LOGGER))  # what fails on fake tensors is no error, see above
+        if whole:  # of another microbatch only the form is asked for
+            stack.enter_context(_Uses(self))
 
     def note(self, leaves: Sequence[Any]) -> None:
         for leaf in leaves:
             name = self._names.get(id(leaf))
             if name is not None:
-                self._used[name].add(self._segment)
+                self._used[name].add(self.segment)
 
     @torch.compiler.disable
     def _before(self, index: int, _: nn.Module, args: Any, kwargs: Any) -> None:
         torch.clear_autocast_cache()  # a cast that is remembered would hide a further use of the parameter
-        self._segment = index
+        self.segment = index
         self._order.append(index)
         paths, leaves = zip(*_with_paths(args, kwargs), strict=True) if args or kwargs else ((), ())
         main = self._hidden(index, leaves)
@@ -231,6 +247,7 @@ class _Watch:
             return
         places = tuple(place for place, leaf in enumerate(leaves) if leaf is main)
         self._calls.append((places, TensorForm.of(main)))
+        self.origins.enter(main, index)
         if index:
             self._mains.append(found[2] if (found := self._output(main)) and found[1] == index - 1 else None)
         for path, leaf in zip(paths, leaves, strict=True):
@@ -239,15 +256,17 @@ class _Watch:
                 self._faults.append(f"{self._list.names[index]} is given {path}, which {why}")
 
     @torch.compiler.disable
-    def _after(self, index: int, whole: bool, _: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, index: int, whole: bool, block: nn.Module, args: Any, output: Any) -> None:
         leaves, spec = tree_flatten(output)
+        owners = {hook_owner(hook) for hook in block._forward_hooks.values()}
+        self.origins.leave(leaves, bool(owners - {"torch", "transformers", "lightning_recompute"}))
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 self._outputs[id(leaf)] = weakref.ref(leaf), index, place
         self._returns.append((spec, [_form(leaf) for leaf in leaves]))
         if index == len(self._list) - 1:
             torch.clear_autocast_cache()
-            self._segment = len(self._list)
+            self.segment = len(self._list)
             if not whole:
                 raise _Left
 
@@ -265,9 +284,10 @@ class _Watch:
         names = self._list.names
         if self._order != list(range(len(names))):
             called = [names[index] for index in self._order]
+            more = f" and so on, {len(called)} calls" if called[_NAMED:] else ""
             raise ValueError(
-                f"{self._list}: a step called {called or 'none of these blocks'}. Pipeline stages need each block "
-                "called once in a step, one after the other, by `block(...)`; name other blocks with blocks="
+                f"{self._list}: a step called {called[:_NAMED] or 'none of these blocks'}{more}. Pipeline stages need "
+                "each block called once in a step, one after the other, by `block(...)`; name other blocks with blocks="
             )
         if self._faults:
             raise ValueError(

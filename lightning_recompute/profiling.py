@@ -7,6 +7,7 @@ together for a plan.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -114,6 +115,7 @@ class Profile:
         # states of the CPU's random numbers, which frames keep, are on no other device
         is_on_cpu = all(kind.call.device.type == "cpu" for kind in capture.kinds)
         self._random_bytes = torch.get_rng_state().nbytes if is_on_cpu else 0
+        self._last: BlockCall | None = None
         self._seconds: dict[tuple[int, Action], float] = {}
         self._flops: dict[tuple[int, Action], int] = {}
 
@@ -131,10 +133,17 @@ class Profile:
         """Numbers of the calls of a block, by its index in a plan; none if backward does not come to it."""
         return [call for call, name in enumerate(self.capture.names) if self._index[name] == block]
 
+    def hold_last_gradient(self) -> None:
+        """Somebody outside holds the gradient of what the last call returned, as long as backward runs."""
+        self._last = copy.copy(self.kind_of(len(self.capture.order) - 1))
+        self._last.holds_gradients = True
+
     def release(self) -> None:
         """Let go of the tensors that blocks were called with; from now on only what was measured is known."""
         for kind in self.capture.kinds:
             kind.call.release()
+        if self._last is not None:
+            self._last.release()
 
     def block_of(self, call: int) -> int:
         """Index in a plan of the block of a call."""
@@ -153,6 +162,14 @@ class Profile:
             plan: For all of the model's blocks.
         """
         yield from levels(self.skeleton, self.call_costs(plan), self.units(plan))
+        yield from self.accumulating_levels(plan)
+
+    def accumulating_levels(self, plan: RecomputePlan) -> Iterator[Level]:
+        """The same of steps whose gradients are added to some that are there, if such were measured.
+
+        Args:
+            plan: For all of the model's blocks.
+        """
         for skeleton in self.accumulating:
             costs = self.call_costs(plan, accumulating=True)
             yield from levels(skeleton, costs, self.units(plan), accumulating=True)
@@ -202,6 +219,8 @@ class Profile:
         """What a call adds under the actions of a plan, as a unit of its own."""
         cost = self.costs.of(self.kind_of(call), actions[call])
         phases = cost.phases
+        is_last = self._last is not None and call + 1 == len(actions)
+        ending = self.costs.of(self._last, actions[call]).phases if is_last and self._last is not None else phases
         passage = self.skeleton.passages[call]
         # of a block that is called several times, gradients wait for those of its first call
         accumulating = accumulating and self.capture.names[call] not in self.capture.names[:call]
@@ -219,7 +238,7 @@ class Profile:
             holds=frozenset([passage.given[p] for p in given] + [passage.made[index] for index in phases.made]),
             cached_bytes=phases.cached_bytes - remembered,
             forward_bytes=phases.forward_bytes,
-            backward_bytes=again + (phases.accumulating_bytes if accumulating else phases.backward_bytes),
+            backward_bytes=again + (ending.accumulating_bytes if accumulating else ending.backward_bytes),
             gradient_bytes=0 if accumulating else cost.gradient_bytes,
         )
 

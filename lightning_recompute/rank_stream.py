@@ -31,7 +31,7 @@ class RankStream:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._devices = ambient.rng_devices([torch.empty(0, device=device)])
-        self._share_the_states(group)
+        share_states(group, self._devices)
         shared = ambient.own_rng_states(self._devices)
         # a seed that follows from the shared state, so that it is another one after another `seed_everything`
         seed = int(torch.randint(2**48, ()).item()) + _SEED_STEP * (group.rank() + 1)
@@ -41,15 +41,6 @@ class RankStream:
         with torch.random.fork_rng(self._devices, device_type=device.type if self._devices else "cuda"):
             torch.manual_seed(seed)
             self._parked = ambient.own_rng_states(self._devices)
-
-    def _share_the_states(self, group: dist.ProcessGroup) -> None:
-        """Let every rank draw the numbers of the group's first."""
-        first = dist.get_global_rank(group, 0)
-        for state in (states := ambient.own_rng_states(self._devices)):
-            on_device = state.to(self._devices[0]) if self._devices else state
-            dist.broadcast(on_device, first, group=group)
-            state.copy_(on_device)
-        ambient.set_own_rng_states(self._devices, states)
 
     def switch(self, apart: bool) -> bool:
         """Go on with the rank's own numbers, or with the shared ones.
@@ -76,3 +67,31 @@ class RankStream:
         """Restore what `read` gave."""
         self.apart = states[0] is _APART
         self._parked = tuple(states[1:])
+
+
+def share_states(group: dist.ProcessGroup, devices: tuple[torch.device, ...]) -> None:
+    """Let every rank of a group draw the numbers of its first from now on; collective.
+
+    Args:
+        group: The group.
+        devices: Of the generators beside the CPU's; see `ambient.rng_devices`.
+    """
+    first = dist.get_global_rank(group, 0)
+    for state in (states := ambient.own_rng_states(devices)):
+        on_device = state.to(devices[0]) if devices else state
+        dist.broadcast(on_device, first, group=group)
+        state.copy_(on_device)
+    ambient.set_own_rng_states(devices, states)
+
+
+def share_all_states(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let every rank of a group draw the numbers of its first, Python's and NumPy's too; collective.
+
+    Args:
+        group: The group.
+        device: Where its ranks compute.
+    """
+    share_states(group, ambient.rng_devices([torch.empty(0, device=device)]))
+    box = [ambient.host_rng()]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    ambient.set_host_rng(box[0])

@@ -17,6 +17,7 @@ from lightning_recompute.plan import Full, RecomputePlan, SaveOps
 from lightning_recompute.policy import Granularity, Method, RecomputePolicy
 from lightning_recompute.recompute import RecomputeHandle
 from lightning_recompute.session import RecomputeSession
+from lightning_recompute.stage_forecast import PipelineForecast
 from lightning_recompute.strategy import RecomputeStrategy
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class Recompute(pl.Callback):
         return self._session.active_plan
 
     @property
-    def forecast(self) -> Forecast | None:
+    def forecast(self) -> Forecast | PipelineForecast | None:
         """What the plan for `memory_budget` will need; None without one, and before the first batch."""
         return self._session.forecast
 

@@ -1,4 +1,4 @@
-"""Gradients averaged over the ranks that hold the same parameters, while backward still runs.
+"""Gradients averaged over the ranks that hold the same parameters, while backward still runs or when it is over.
 
 Torch's DistributedDataParallel does this for ordinary parameters. Here they may be DTensors of another axis of the
 mesh: what each rank holds of them is averaged. Nothing is kept between steps; a gradient of `LARGE_BYTES` or more
@@ -34,6 +34,14 @@ def local_part(tensor: Tensor) -> Tensor:
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.wait()
     return tensor
+
+
+def set_local_part(tensor: Tensor, part: Tensor) -> None:
+    """Let a tensor have other memory, of the same shape, for what this rank holds of it; the former is let go."""
+    if isinstance(tensor, DTensor):  # its `data` are a tensor of their own: a new value of them is not kept
+        tensor._local_tensor = part
+    else:
+        tensor.data = part
 
 
 @torch.no_grad()
@@ -93,10 +101,13 @@ class GradientReduction:
     Args:
         parameters: Of every rank, in the same order.
         group: The ranks.
+        by_hooks: Average while backward runs, as soon as gradients are there. Else all by `finish`, whatever made
+            them.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, by_hooks: bool = True) -> None:
         self.active = True
+        self._by_hooks = by_hooks
         self._parameters = list(parameters)
         self._group = group
         self._handles: list[RemovableHandle] = []
@@ -113,12 +124,12 @@ class GradientReduction:
             self.remove()
             self._trainable = trainable
             self._buckets = _buckets([p for p in self._parameters if p.requires_grad])
-            for bucket in self._buckets:
+            for bucket in self._buckets if self._by_hooks else ():
                 for parameter in bucket.parameters:
                     self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(bucket)))
 
     def finish(self) -> None:
-        """After backward: the averages are in `grad` when this returns. Needed on a rank where no hook fired."""
+        """After backward: the averages are in `grad` when this returns. Needed where no hook fired."""
         if self.active and self._backward.phase != "done":
             self._end()
         self._backward = _Backward()

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _OPERANDS = 3
+_PARTS = 4
+"""Sums that are taken of a sample, of every fourth element each: of one sum shards agree too often by chance."""
 _SAMPLE = 4096
 """Elements of an operand that are looked at, spread over all of it: a sum over the whole would take memory."""
 _TOLERANCE = 1e-4
@@ -61,26 +63,28 @@ class RepeatedWork:
         dist.all_reduce(size, dist.ReduceOp.MAX, group)
         if size.sum() != 0 or not noted:
             return 0
-        mine = torch.tensor([_row(*product) for product in noted], dtype=torch.float64, device=device)  # (n, 7)
+        mine = torch.tensor([_row(*product) for product in noted], dtype=torch.float64, device=device)  # (n, 25)
         everyone = [torch.empty_like(mine) for _ in range(group.size())]
         dist.all_gather(everyone, mine, group=group)
-        ranks = torch.stack(everyone)  # (t, n, 7)
+        ranks = torch.stack(everyone)  # (t, n, 25)
         spread = ranks.amax(0) - ranks.amin(0)  # NaN is within no bound
-        magnitudes = ranks[..., 2::2].amax(0)  # (n, 3)
-        bounds = _TOLERANCE * magnitudes
-        alike = (magnitudes > 0) & (spread[:, 1::2] <= bounds) & (spread[:, 2::2] <= bounds)
-        same = (alike | (magnitudes == -1)).all(-1) & (spread[:, 0] == 0)
+        sums = spread[:, 1:].unflatten(1, (_OPERANDS, 2, _PARTS))
+        magnitudes = ranks.amax(0)[:, 1:].unflatten(1, (_OPERANDS, 2, _PARTS))[:, :, 1]  # (n, 3, 4)
+        within = (sums <= _TOLERANCE * magnitudes.unsqueeze(2)).flatten(2).all(-1)  # (n, 3)
+        present = magnitudes.sum(-1)
+        same = ((within & (present > 0)) | (present < 0)).all(-1) & (spread[:, 0] == 0)
         return int(mine[same, 0].sum())
 
 
 def _sums(x: Tensor) -> Tensor:
-    """The sums over a sample and over its magnitudes."""
+    """The sums over the parts of a sample, then over their magnitudes."""
     most = int(_SAMPLE ** (1 / x.ndim) + 1e-9)
-    sample = x[tuple(slice(None, None, -(-size // most) or 1) for size in x.shape)].double()
-    return torch.stack((sample.sum(), sample.abs().sum()))
+    sample = x[tuple(slice(None, None, -(-size // most) or 1) for size in x.shape)].double().flatten()
+    parts = nn.functional.pad(sample, (0, -len(sample) % _PARTS)).view(-1, _PARTS)
+    return torch.cat((parts.sum(0), parts.abs().sum(0)))
 
 
 def _row(flops: int, sums: list[list[float]] | Tensor) -> list[float]:
-    pairs = sums.tolist() if isinstance(sums, Tensor) else sums
-    pairs = [*pairs, *[[0.0, -1.0]] * (_OPERANDS - len(pairs))]
-    return [float(flops), *(value for pair in pairs for value in pair)]
+    found = sums.tolist() if isinstance(sums, Tensor) else sums
+    found = [*found, *[[-1.0] * (2 * _PARTS)] * (_OPERANDS - len(found))]
+    return [float(flops), *(value for operand in found for value in operand)]

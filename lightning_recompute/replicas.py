@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_recompute.ambient import version_of
 from lightning_recompute.discard import is_freed
@@ -120,7 +121,7 @@ class Verdict:
 
 
 class Replicas:
-    """Finds inputs that are the same on all ranks of a group.
+    """Finds inputs that are the same on all ranks of a group. Fake tensors, which have no values, count as that.
 
     Args:
         group: The ranks. Each calls `judge` for the same blocks in the same order.
@@ -147,7 +148,7 @@ class Replicas:
     def _may_shard(self, tensor: Tensor) -> bool:
         """What the ranks' program fixes: they must agree whether they compare at all."""
         on_group = tensor.device.type in self._device_types and tensor.layout is torch.strided
-        return type(tensor) is Tensor and on_group and tensor.is_floating_point()
+        return type(tensor) in (Tensor, FakeTensor) and on_group and tensor.is_floating_point()
 
     def judge(self, tensors: Sequence[Tensor], name: str, known: dict[Any, Any], is_first: bool) -> Sequence[Verdict]:
         """Which inputs are kept in parts; a collective as long as one of them is not decided.
@@ -182,13 +183,16 @@ class Replicas:
             for (tensor, verdict), reason in zip(undecided, reasons, strict=True)
         ]
         # what is kept whole on one rank must be on all, so reasons are compared as the numbers are
-        facts = [
-            _number(reason, found and found[0])
-            if reason or found
-            else int(digest(flat(tensor))) ^ _number(_layout(tensor))
-            for (tensor, _), reason, found in zip(undecided, reasons, met, strict=True)
-        ]
-        same = agreed(facts, self._group, undecided[0][0].device)
+        has_values = not isinstance(undecided[0][0], FakeTensor)
+        same = [True] * len(undecided)
+        if has_values:
+            facts = [
+                _number(reason, found and found[0])
+                if reason or found
+                else int(digest(flat(tensor))) ^ _number(_layout(tensor))
+                for (tensor, _), reason, found in zip(undecided, reasons, met, strict=True)
+            ]
+            same = agreed(facts, self._group, undecided[0][0].device)
         for index, (tensor, verdict) in enumerate(undecided):
             found = met[index]
             if not same[index]:
@@ -198,7 +202,7 @@ class Replicas:
             elif found is not None:
                 verdict.keep_whole("several units are given it")
                 found[1].keep_whole("several units are given it")
-            elif not is_constant(flat(tensor)):
+            elif not has_values or not is_constant(flat(tensor)):
                 verdict.shards = True
             else:
                 verdict.tries += 1
@@ -215,7 +219,7 @@ class Replicas:
     def _meet(self, tensor: Tensor, verdict: Verdict) -> tuple[int, Verdict] | None:
         """Number and verdict of another input that was the same memory in the same state."""
         storage = tensor.untyped_storage()
-        key = storage._cdata, tensor.data_ptr(), version_of(tensor), *_layout(tensor)
+        key = storage._cdata, tensor.storage_offset(), version_of(tensor), *_layout(tensor)
         self._met = {other: entry for other, entry in self._met.items() if entry[0]() is not None}
         if key in self._met:
             return self._met[key][1:]

@@ -5,8 +5,6 @@ Callbacks made of this work in the Trainer of `lightning` and in that of `pytorc
 
 from __future__ import annotations
 
-import csv
-import io
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +21,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torchmetrics.aggregation import CatMetric
 
-from lightning_recompute.files import write_atomically
+from lightning_recompute.files import csv_text, write_atomically
 from lightning_recompute.printing import wide_console
 
 logger = logging.getLogger(__name__)
@@ -136,20 +134,6 @@ def report_folder(trainer: pl.Trainer) -> str | None:
     """
     folder = trainer.log_dir  # asks the other ranks, so not after an `or` or an `if`
     return None if getattr(trainer, "fast_dev_run", False) else str(folder or trainer.default_root_dir)
-
-
-def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """A table as CSV. None is an empty field.
-
-    Args:
-        columns: Column names in order.
-        rows: Values by column.
-    """
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 def log_scalars(trainer: pl.Trainer, scalars: Mapping[str, float | None]) -> None:

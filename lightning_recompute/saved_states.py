@@ -27,6 +27,8 @@ from torch.distributed.tensor import DTensor
 MARK = "saved tensor"
 """`{MARK: key}` stands in the place of a tensor that is an entry of the folder."""
 
+_ABSENT = "of another rank"
+
 
 class EntryReader(FileSystemReader):
     """Reads entries of a folder, each process for itself and only the part that it asks for.
@@ -232,6 +234,16 @@ def _mapped(tree: Any, function: Callable[[Any, Any], Any]) -> Any:
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*new)
     return type(tree)(new)
+
+
+def absent() -> dict[str, None]:
+    """What stands, in a state dict that ranks have parts of, in the place of a value of another rank."""
+    return {_ABSENT: None}
+
+
+def is_absent(value: Any) -> bool:
+    """Whether something is an `absent()`."""
+    return isinstance(value, Mapping) and len(value) == 1 and _ABSENT in value
 
 
 def _is_mark(value: Any) -> bool:

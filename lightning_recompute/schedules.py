@@ -7,12 +7,15 @@ activations of one chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, get_args
 
 Event = tuple[bool, int]
 """A forward (True), or the end of what a forward left alive (False), of one microbatch of a chunk of this rank."""
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv-zero-bubble")
+Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv-zero-bubble"]
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
 _INTERLEAVED = ("interleaved-1f1b", "interleaved-zero-bubble")
 
 
@@ -40,6 +43,8 @@ def in_flight(schedule: str, num_stages: int, num_microbatches: int, virtual: in
     return tuple(max(map(sum, of_rank)) for of_rank in vectors)
 
 
+# a second for a hundred chunks; typed, so that True is refused where 1 is not
+@functools.lru_cache(maxsize=None, typed=True)
 def live_vectors(
     schedule: str, num_stages: int, num_microbatches: int, virtual: int = 1
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -62,7 +67,7 @@ def live_vectors(
     if schedule == "zbv-zero-bubble":
         virtual = 2
     return tuple(
-        _greatest(_alive(rank_order(schedule, num_stages, num_microbatches, virtual, rank), virtual))
+        greatest(_alive(rank_order(schedule, num_stages, num_microbatches, virtual, rank), virtual))
         for rank in range(num_stages)
     )
 
@@ -154,12 +159,18 @@ def _alive(events: Iterator[Event], num_chunks: int) -> Iterator[tuple[int, ...]
     assert not any(alive), f"microbatches {alive} are never freed"
 
 
-def _greatest(vectors: Iterator[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+def greatest(vectors: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Those vectors that no other one covers, the largest first.
+
+    Args:
+        vectors: Of one length.
+    """
     distinct = sorted(set(vectors), reverse=True)
-    return tuple(one for one in distinct if not any(_covers(other, one) for other in distinct if other != one))
+    return tuple(one for one in distinct if not any(covers(other, one) for other in distinct if other != one))
 
 
-def _covers(one: Sequence[int], other: Sequence[int]) -> bool:
+def covers(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether a vector is as large as another in every entry."""
     return all(left >= right for left, right in zip(one, other, strict=True))
 
 

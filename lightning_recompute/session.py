@@ -5,12 +5,11 @@ The strategy and the callback mean the same by the same words because both hold 
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,18 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from lightning_recompute.blocks import BlockList, find_blocks
+from lightning_recompute.blocks import find_blocks
 from lightning_recompute.budgeting import Budget
 from lightning_recompute.device_memory import device_name
+from lightning_recompute.division import OwnStages
 from lightning_recompute.errors import BudgetError
 from lightning_recompute.forecast import Forecast
 from lightning_recompute.label_warnings import FirstBatchCheck
-from lightning_recompute.plan import Action, Full, Keep, RecomputePlan, SaveOps, Selective
+from lightning_recompute.plan import Full, RecomputePlan, SaveOps
+from lightning_recompute.plan_words import describe, describe_stages, summary
 from lightning_recompute.policy import RecomputePolicy
 from lightning_recompute.recompute import RecomputeHandle, apply_recompute
-from lightning_recompute.units import format_bytes, format_seconds
+from lightning_recompute.stage_forecast import PipelineForecast
 from lightning_recompute.version import __version__
 
 PLAN_FILE = "plan.yaml"
@@ -69,8 +70,15 @@ class RecomputeSession:
         self.source = Path(plan) if isinstance(plan, str | Path) else None
         self.tensor_group: ProcessGroup | None = None
         """The ranks over which unit inputs can be distributed, set before a fit begins."""
+        self._stages: OwnStages | None = None
         self._handle: RecomputeHandle | None = None
+        self._plan: RecomputePlan | None = None
         self._first_batch: FirstBatchCheck | None = None
+
+    @property
+    def _where(self) -> str | Sequence[str] | None:
+        """Where the blocks are; of a divided module, where not every block has weights, as was found before."""
+        return self.blocks if self._stages is None else self._stages.blocks
 
     @property
     def handle(self) -> RecomputeHandle | None:
@@ -80,14 +88,21 @@ class RecomputeSession:
     @property
     def active_plan(self) -> RecomputePlan | None:
         """What is recomputed where; None before it has begun, after its end, and when nothing is recomputed."""
-        return self._handle.plan if self._handle is not None else None
+        return self._plan if self._handle is not None else None
 
     @property
-    def forecast(self) -> Forecast | None:
+    def forecast(self) -> Forecast | PipelineForecast | None:
         """What the plan that a budget led to will need; None without one, and before the first batch."""
         return self.budget.forecast if self.budget is not None else None
 
-    def begin(self, module: nn.Module, trainer: pl.Trainer, device: torch.device, logger: logging.Logger) -> None:
+    def begin(
+        self,
+        module: nn.Module,
+        trainer: pl.Trainer,
+        device: torch.device,
+        logger: logging.Logger,
+        stages: OwnStages | None = None,
+    ) -> None:
         """Patch a module's blocks, say so in a line for each block list, and write `plan.yaml` beside the logs.
 
         Args:
@@ -95,13 +110,15 @@ class RecomputeSession:
             trainer: Whose fit begins; of either Lightning.
             device: Where the module is.
             logger: Told on rank 0, once.
+            stages: This process's, where blocks are divided over pipeline stages.
 
         Raises:
             ValueError: What `apply_recompute` refuses.
         """
         self.end()
+        self._stages = stages
         if self.budget is not None:
-            find_blocks(module, self.blocks)  # before the first batch, which the plan waits for
+            find_blocks(module, self._where)  # before the first batch, which the plan waits for
             return
         if isinstance(self.what, RecomputePolicy) and self.what.granularity is None:
             logger.info("granularity=None: nothing is recomputed")
@@ -154,7 +171,7 @@ class RecomputeSession:
         Returns:
             Whether there is one.
         """
-        lengths = [len(found) for found in find_blocks(module, self.blocks)]
+        lengths = [len(found) for found in find_blocks(module, self._where)]
         plan = self.active_plan or RecomputePolicy(granularity=None).plan(lengths)
         budget = self.budget or Budget(1.0)
         self._take_off()
@@ -183,23 +200,34 @@ class RecomputeSession:
         device: torch.device,
         logger: logging.Logger,
     ) -> None:
+        own = what
+        if (stages := self._stages) is not None:
+            what = what.plan(stages.division.lengths) if isinstance(what, RecomputePolicy) else what
+            own = stages.division.part_of(what, stages.rank)
         self._handle = apply_recompute(
-            module, what, blocks=self.blocks, check=self.check, tensor_group=self.tensor_group
+            module, own, blocks=self._where, check=self.check, tensor_group=self.tensor_group
         )
+        self._plan = what if isinstance(what, RecomputePlan) else self._handle.plan
         # asks the other processes for the folder, so all of them go through it
         folder = trainer.log_dir
         if trainer.is_global_zero:
-            logger.info("%s", describe(self._handle.plan, self._handle.block_lists))
+            lists = self._handle.block_lists
+            words = (
+                describe(self._plan, lists)
+                if stages is None
+                else describe_stages(self._plan, lists[0], stages.division)
+            )
+            logger.info("%s", words)
             if self.budget is None:
                 # says with the first batch when a label saves nothing on this model
                 self._first_batch = FirstBatchCheck(self._handle.plan, self._handle.block_lists, logger)
             # fast_dev_run (set on the Trainer by name) means to leave no files
             if folder is not None and not getattr(trainer, "fast_dev_run", False):
-                self._write_plan(self._handle, folder, trainer, device)
+                self._write_plan(self._plan, self._handle, folder, trainer, device)
 
     def units(self, module: nn.Module) -> list[list[nn.Module]]:
         """The module's blocks, those together that are recomputed as one unit."""
-        blocks = [block for found in find_blocks(module, self.blocks) for block in found.blocks]
+        blocks = [block for found in find_blocks(module, self._where) for block in found.blocks]
         if self.active_plan is None:
             return [[block] for block in blocks]
         return [
@@ -215,6 +243,7 @@ class RecomputeSession:
     def end(self) -> None:
         """Put the module's own forwards back; does nothing when there is none of ours."""
         self._take_off()
+        self._stages = None
         if self.budget is not None:
             self.budget.begin_again()
 
@@ -227,9 +256,17 @@ class RecomputeSession:
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_handle": None, "_first_batch": None, "tensor_group": None}
+        return vars(self) | {
+            "_handle": None,
+            "_plan": None,
+            "_first_batch": None,
+            "tensor_group": None,
+            "_stages": None,
+        }
 
-    def _write_plan(self, handle: RecomputeHandle, folder: str, trainer: pl.Trainer, device: torch.device) -> None:
+    def _write_plan(
+        self, plan: RecomputePlan, handle: RecomputeHandle, folder: str, trainer: pl.Trainer, device: torch.device
+    ) -> None:
         record = {
             "lightning_recompute": __version__,
             "lightning": version("lightning"),
@@ -247,65 +284,14 @@ class RecomputeSession:
         filesystem = get_filesystem(folder)
         if "file" not in filesystem.protocol:
             with tempfile.TemporaryDirectory() as local:
-                path = handle.plan.save(Path(local) / PLAN_FILE, record)
+                path = plan.save(Path(local) / PLAN_FILE, record)
                 filesystem.put(str(path), f"{folder.rstrip('/')}/{PLAN_FILE}")
             return
         target = Path(folder) / PLAN_FILE
         # without a logger the folder is the working directory, where a user's own plan may lie
         if self.source is not None and target.exists() and target.samefile(self.source):
             return
-        handle.plan.save(target, record)
-
-
-def summary(forecast: Forecast) -> str:
-    """What a forecast says, in a line."""
-    (stage,) = forecast.stages
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in stage.breakdown.items() if size)
-    budget = "" if forecast.budget_bytes is None else f" of the budget of {format_bytes(forecast.budget_bytes)}"
-    return (
-        f"Predicted peak: {format_bytes(stage.peak_bytes)}{budget}, at: {stage.moment} ({parts}); recompute takes "
-        f"about {format_seconds(stage.extra_seconds)} a batch"
-    )
-
-
-def describe(plan: RecomputePlan, block_lists: Sequence[BlockList]) -> str:
-    """What a plan does to a model, in a line for each block list.
-
-    Args:
-        plan: The plan.
-        block_lists: The model's block lists in forward order; the plan's indices run on through them.
-
-    Returns:
-        E.g. `Recompute: net.blocks (8 x Block): blocks 0-3 full, one by one; blocks 4-7 kept`.
-    """
-    lines = []
-    start = 0
-    for block_list in block_lists:
-        stop = start + len(block_list)
-        lines.append(f"{block_list}: {'; '.join(_runs(plan, start, stop))}")
-        start = stop
-    return "\n  ".join(["Recompute:", *lines]) if len(lines) > 1 else f"Recompute: {lines[0]}"
-
-
-def _runs(plan: RecomputePlan, start: int, stop: int) -> Iterator[str]:
-    """Equal neighbours of a plan as one phrase each, for the blocks of one list."""
-    inside = [segment for segment in plan.segments if start <= segment.start < stop]
-    for action, equal in itertools.groupby(inside, key=lambda segment: segment.action):
-        run = list(equal)
-        first, last = run[0].start - start, run[-1].stop - 1 - start
-        size = max(segment.stop - segment.start for segment in run)
-        where = f"blocks {first}-{last}" if last > first else f"block {first}"
-        units = "" if not isinstance(action, Full | SaveOps) else f", units of {size}" if size > 1 else ", one by one"
-        yield f"{where} {_in_words(action)}{units if last > first else ''}"
-
-
-def _in_words(action: Action) -> str:
-    if isinstance(action, Keep):
-        return "kept"
-    place = "" if action.inputs == "device" else f", inputs in {action.inputs}"
-    if isinstance(action, Selective):
-        return f"selective ({', '.join(action.modules)}){place}"
-    return f"{'full' if isinstance(action, Full) else 'all but ' + ', '.join(action.ops)}{place}"
+        plan.save(target, record)
 
 
 def _explicit(plan: str | Path | RecomputePlan, policy: RecomputePolicy) -> RecomputePlan:

@@ -29,15 +29,23 @@ def parameters_apart(
         their unit. And those of units that what is outside of all units uses as well: they belong to the root.
     """
     root = len(units)
-    places: dict[nn.Module, int] = {}
-    for index, blocks in enumerate(units):
-        for block in blocks:
-            places.update((part, index) for part in block.modules() if part not in places)
+    unit_of = {block: index for index, blocks in enumerate(units) for block in blocks}
     users: dict[nn.Parameter, set[int]] = {}
-    for part in module.modules():
+    seen: set[tuple[nn.Module, int]] = set()
+
+    def visit(part: nn.Module, around: int) -> None:
+        """A module stands in as many units as there are ways to it."""
+        place = unit_of.get(part, around)
+        if (part, place) in seen:
+            return
+        seen.add((part, place))
         for parameter in part._parameters.values():
             if parameter is not None:
-                users.setdefault(parameter, set()).add(places.get(part, root))
+                users.setdefault(parameter, set()).add(place)
+        for child in part.children():
+            visit(child, place)
+
+    visit(module, root)
     of_root = {parameter for parameter, found in users.items() if root in found}
     whole: set[nn.Parameter] = set()
     trained: dict[int, list[nn.Parameter]] = {}

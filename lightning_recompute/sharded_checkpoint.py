@@ -11,7 +11,7 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
@@ -20,7 +20,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -32,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from lightning_recompute.folders import publish, remove, unfinished, writing
 from lightning_recompute.optimizer_names import by_name, without_names
 from lightning_recompute.peers import Peers
-from lightning_recompute.saved_states import filled, take_apart
+from lightning_recompute.saved_states import filled, is_absent, take_apart
 from lightning_recompute.version import __version__
 
 META = "meta.pt"
@@ -108,12 +107,50 @@ class ShardedSaver:
         found, outline = peers.together(describe)
         target = peers.first(found)
         outlines = peers.different({key: outline[key] for key in _OF_STAGES if key in outline})
-        content = peers.together(lambda: _content(outline, outlines) if peers.rank == 0 else b"")
+        content = peers.together(lambda: _content(_merged(outline, outlines)) if peers.rank == 0 else b"")
         if not asynchronous:
             _write(target, tensors, content, peers)
             return
         copies = {key: _copied(tensor) for key, tensor in tensors.items()}
         self._in_flight = self._executor().submit(_write, target, copies, content, peers)
+
+    def gather(self, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
+        """A checkpoint of whole tensors, as Lightning's own without any sharding; collective.
+
+        Args:
+            checkpoint: As for `save`. Ranks that share DTensors have the same keys in the same order.
+
+        Returns:
+            On rank 0: the checkpoint, its tensors on the CPU, ready for one file. None elsewhere.
+        """
+        peers = self._peers = Peers.current(self._peers, self._timeout)
+        tensors: dict[str, Tensor] = {}
+        outline = peers.together(lambda: take_apart(dict(checkpoint), tensors))
+        part = {key: outline[key] for key in _OF_STAGES if key in outline}
+        forms = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items() if key.startswith(_OF_STAGES)}
+        parts = peers.different((part, forms))
+        outlines = {rank: part for rank, (part, _) in parts.items()}
+        merged = peers.together(lambda: _merged(outline, outlines) if peers.rank == 0 else {})
+        senders: dict[str, int] = {}
+        for rank, (_, theirs) in parts.items():
+            for key in theirs:
+                senders.setdefault(key, rank)
+        whole: dict[str, Tensor] = {}
+        for key, tensor in tensors.items():
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if peers.rank == 0:
+                whole[key] = full.detach().cpu()
+            elif senders.get(key) == peers.rank:
+                peers.give_to_first(full)
+        if peers.rank != 0:
+            return None
+        for key, sender in senders.items():
+            if sender != 0:
+                whole[key] = peers.take_from(sender, *parts[sender][1][key])
+        made: dict[str, Any] = filled(merged, whole)
+        if "optimizer_states" in made:
+            made["optimizer_states"] = [without_names(state) for state in made["optimizer_states"]]
+        return made
 
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint, on the rank that is asked; not before what is in flight has its name.
@@ -161,31 +198,6 @@ def save_sharded(path: str | os.PathLike[str], checkpoint: Mapping[str, Any]) ->
         saver.save(path, checkpoint)
     finally:
         saver.close()
-
-
-def gathered(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A checkpoint of whole tensors, as Lightning's own without any sharding; collective.
-
-    Args:
-        checkpoint: What `ShardedSaver.save` takes, the same keys in the same order on every rank.
-
-    Returns:
-        On rank 0: the checkpoint, its tensors on the CPU, ready for one file. None elsewhere.
-    """
-    keep = not dist.is_initialized() or dist.get_rank() == 0
-    tensors: dict[str, Tensor] = {}
-    outline = take_apart(dict(checkpoint), tensors)
-    whole: dict[str, Tensor] = {}
-    for key, tensor in tensors.items():
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if keep:
-            whole[key] = full.detach().cpu()
-    if not keep:
-        return None
-    made: dict[str, Any] = filled(outline, whole)
-    if "optimizer_states" in made:
-        made["optimizer_states"] = [without_names(state) for state in made["optimizer_states"]]
-    return made
 
 
 def missing_parts(folder: Path, entries: Metadata) -> list[str]:
@@ -257,34 +269,44 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def _content(outline: Mapping[str, Any], outlines: Sequence[Mapping[str, Any]]) -> bytes:
-    """The file for all but the tensors: rank 0's, and what other pipeline stages have besides."""
+def _content(outline: Mapping[str, Any]) -> bytes:
+    """The file for all but the tensors."""
     form = {"version": 1, "torch": str(torch.__version__), "package": __version__}
-    whole = {**outline, FORMAT: form}
-    for other in outlines[1:]:
+    buffer = io.BytesIO()
+    torch.save({**outline, FORMAT: form}, buffer, pickle_module=SimpleNamespace(Pickler=_Pickler, __name__="pickle"))
+    return buffer.getvalue()
+
+
+def _merged(outline: Mapping[str, Any], parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """A checkpoint without its tensors: the first rank's, and what other pipeline stages have besides."""
+    whole = dict(outline)
+    _, *others = parts.values()
+    for other in others:
         if "state_dict" in other:
             whole["state_dict"] = _joined(whole["state_dict"], other["state_dict"])
         if "optimizer_states" in other:
             pairs = zip(whole["optimizer_states"], other["optimizer_states"], strict=True)
             whole["optimizer_states"] = [_joined_optimizers(ours, theirs) for ours, theirs in pairs]
-    buffer = io.BytesIO()
-    torch.save(whole, buffer, pickle_module=SimpleNamespace(Pickler=_Pickler, __name__="pickle"))
-    return buffer.getvalue()
+    if any(is_absent(value) for value in whole.get("state_dict", {}).values()):
+        made = copy.copy(whole["state_dict"])  # without what a hook of the user's has taken out on the rank that had it
+        for name in [name for name, value in made.items() if is_absent(value)]:
+            del made[name]
+        whole["state_dict"] = made
+    return whole
 
 
 def _joined(ours: Mapping[Any, Any], theirs: Mapping[Any, Any]) -> Any:
     made: Any = copy.copy(ours)
-    made.update({key: value for key, value in theirs.items() if key not in ours})
+    made.update({key: value for key, value in theirs.items() if key not in ours or is_absent(ours[key])})
     return made
 
 
 def _joined_optimizers(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    def joined_groups(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-        return {**first, "params": list(dict.fromkeys([*first["params"], *second["params"]]))}
-
-    pairs = zip(ours["param_groups"], theirs["param_groups"], strict=True)
-    return {
-        **ours,
-        "state": _joined(ours["state"], theirs["state"]),
-        "param_groups": [joined_groups(first, second) for first, second in pairs],
-    }
+    """Two ranks' states of the parameters of one optimizer, in their order."""
+    pairs = list(zip(ours["param_groups"], theirs["param_groups"], strict=True))
+    groups = [
+        {**first, "params": list(dict.fromkeys([*first["params"], *second["params"]]))} for first, second in pairs
+    ]
+    state = _joined(ours["state"], theirs["state"])
+    order = [*(key for group in groups for key in group["params"] if key in state), *state]
+    return {**ours, "state": {key: state[key] for key in dict.fromkeys(order)}, "param_groups": groups}

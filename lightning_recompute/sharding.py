@@ -61,7 +61,8 @@ class Sharded(DataParallel):
                     whole, of_root = ({new.get(p, p) for p in apart} for apart in (whole, of_root))
                 apart = whole if blocks[0] is module else whole | of_root
                 fully_shard(blocks[0] if len(blocks) == 1 else list(blocks), ignored_params=apart, **options)
-            self._averaged = GradientReduction([p for p in module.parameters() if p in whole], self._group)
+            averaged = [p for p in module.parameters() if p in whole]
+            self._averaged = GradientReduction(averaged, self._group, self.reduces_in_backward)
             self._root: Any = module._get_fsdp_state()  # type: ignore[operator]
             self._root._lazy_init()
         except BaseException:
@@ -233,6 +234,7 @@ def shard(
     reshard_after_forward: bool | None = None,
     find_unused_parameters: bool = False,
     prepare: Prepare | None = None,
+    kind: type[Sharded] = Sharded,
 ) -> Sharded:
     """Shard the parameters, gradients and optimizer states of a module over `data`; collective.
 
@@ -251,6 +253,7 @@ def shard(
             on any rank then gets zeros.
         prepare: Called with the blocks of each unit, and at last with the module, before they are sharded: gives values
             to what is on the meta device. Returns, for each parameter that it has exchanged so far, the new one.
+        kind: What runs the steps.
 
     Returns:
         What runs the module's steps and removes itself.
@@ -270,7 +273,7 @@ def shard(
         seen |= set(blocks)
         if blocks:
             once.append(blocks)
-    return Sharded(module, groups, once, reshard_after_forward, find_unused_parameters, prepare)
+    return kind(module, groups, once, reshard_after_forward, find_unused_parameters, prepare)
 
 
 def _managed(states: Sequence[Any]) -> Iterator[Any]:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from lightning_recompute.blocks import BlockList
 from lightning_recompute.calls import Args, FreshCopy, Kwargs
 from lightning_recompute.capture import plain_storage, slotted, tensors_in
-from lightning_recompute.ledger import Ledger, allocated_bytes
+from lightning_recompute.ledger import Ledger, allocated_bytes, plain_tensors
 from lightning_recompute.lone_block import with_stand_ins
 from lightning_recompute.memory import open_meter
 from lightning_recompute.patch import Patch
@@ -117,6 +117,7 @@ class _Recorder:
         self.tried = tried
         self.is_on = True
         self.moments: list[Moment] = []
+        self.middle: Moment | None = None
         self.passages: list[Passage] = []
         self.in_backward = False
 
@@ -126,6 +127,14 @@ class _Recorder:
             return
         account = self.account
         self.moments.append(Moment("between", -1, account.peak_bytes, account.alive_at_peak, self.in_backward))
+
+    def turn(self) -> None:
+        """Forward is over, backward begins."""
+        self.between()
+        self.in_backward = True
+        account = self.account
+        account.reset_peak()
+        self.middle = Moment("between", -1, account.live_bytes, frozenset(account.alive), True)
 
     def enter(self, call: int, *, backward: bool) -> None:
         """A block's forward or backward begins."""
@@ -187,6 +196,10 @@ def _without_autocast_cache() -> Any:
         yield
     finally:
         torch.set_autocast_cache_enabled(enabled)
+
+
+SHELL = "_Shell"
+"""How the names of nodes begin that stand for blocks in the graph."""
 
 
 class _Shell(torch.autograd.Function):
@@ -275,9 +288,7 @@ def run_skeleton(
         account.reset_peak()
         outcome = tried.forward(run)
         loss = _loss_of(outcome)
-        recorder.between()
-        recorder.in_backward = True
-        account.reset_peak()
+        recorder.turn()
         if loss:
             for tensor in loss:
                 tried.before_backward(tensor)
@@ -298,7 +309,9 @@ def run_skeleton(
             step(is_noted=True)
 
     with undone(module, block_lists) as stack:
-        is_fake = any(isinstance(parameter, FakeTensor) for parameter in module.parameters())
+        # a divided parameter wraps what this rank has of it
+        parts = (part for parameter in module.parameters() for part in plain_tensors(parameter))
+        is_fake = any(isinstance(part, FakeTensor) for part in parts)
         account = stack.enter_context(contextlib.closing(_Account(device, fake=is_fake, asks=tried.communicates)))
         recorder = _Recorder(account, tried)
         for block, name in distinct_blocks(block_lists):
@@ -312,7 +325,9 @@ def run_skeleton(
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     gradient_bytes = allocated_bytes(trainable, device)
     has_gradients = tried.gathers or tried.averages
-    return Skeleton(tuple(recorder.moments), tuple(recorder.passages), sizes, gradient_bytes, has_gradients)
+    return Skeleton(
+        tuple(recorder.moments), tuple(recorder.passages), sizes, gradient_bytes, has_gradients, recorder.middle
+    )
 
 
 def _loss_of(outcome: object) -> list[Tensor]:

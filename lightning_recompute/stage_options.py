@@ -244,6 +244,8 @@ def stage_options(
     *,
     static_bytes: int,
     in_flight: int = 1,
+    sizes: Sequence[int] = GROUP_SIZES,
+    accumulating: bool = False,
 ) -> StageOptions:
     """The options of the blocks of a stage.
 
@@ -254,12 +256,14 @@ def stage_options(
         stop: One after its last block.
         static_bytes: What is there all the time.
         in_flight: Microbatches alive when a backward starts.
+        sizes: Numbers of blocks that may be one unit.
+        accumulating: Gradients are there all the time, among `static_bytes`; the profile has measured such a step.
     """
-    rows = _Rows(profile, start, stop)
+    rows = _Rows(profile, start, stop, accumulating)
     options: list[tuple[Option, ...]] = []
     actions: list[tuple[Action, ...]] = []
     for block in range(start, stop):
-        pairs = list(_options(profile, rows, found, block, stop))
+        pairs = list(_options(profile, rows, found, block, stop, sizes))
         options.append(tuple(option for option, _ in pairs))
         actions.append(tuple(action for _, action in pairs))
     floor = max(rows.floor_bytes if start == 0 else 0, profile.optimizer_bytes)
@@ -278,15 +282,17 @@ def stage_options(
 class _Rows:
     """What is there besides the blocks while each of them runs."""
 
-    def __init__(self, profile: Profile, start: int, stop: int) -> None:
+    def __init__(self, profile: Profile, start: int, stop: int, accumulating: bool) -> None:
+        self.accumulating = accumulating
         self.forward: dict[int, int] = dict.fromkeys(range(start, stop), 0)
         self.backward: dict[int, int] = dict.fromkeys(range(start, stop), 0)
         self.head_bytes = self.floor_bytes = 0
         seen: set[int] = set()
         done: set[int] = set()
         last = 0
-        for level in profile.levels(everything_kept(profile)):
-            besides = level.outside_bytes + level.gradient_bytes
+        plan = everything_kept(profile)
+        for level in profile.accumulating_levels(plan) if accumulating else profile.levels(plan):
+            besides = level.outside_bytes + (0 if accumulating else level.gradient_bytes)
             call = level.moment.call
             if call >= 0:
                 block = profile.block_of(call)
@@ -305,7 +311,7 @@ class _Rows:
 
 
 def _options(
-    profile: Profile, rows: _Rows, found: Sequence[Sequence[Candidate]], block: int, stop: int
+    profile: Profile, rows: _Rows, found: Sequence[Sequence[Candidate]], block: int, stop: int, sizes: Sequence[int]
 ) -> Iterator[tuple[Option, Action]]:
     calls = profile.calls_of(block)
     if not calls:  # backward does not come to it
@@ -315,17 +321,17 @@ def _options(
     # a block that is called in different ways: what is worth while in each
     shared = [each for each in found[min(kinds)] if all(each.action in _actions_of(found[kind]) for kind in kinds)]
     for candidate in shared:
-        costs = _costs(profile, calls, candidate.action)
+        costs = _costs(profile, calls, candidate.action, rows.accumulating)
         seconds = sum(_actions_of(found[profile.capture.order[call]])[candidate.action] for call in calls)
         yield _option(profile, rows, [block] * len(calls), calls, costs, seconds, 1), candidate.action
-    for size in GROUP_SIZES if profile.has_units else ():
+    for size in sizes if profile.has_units else ():
         blocks = range(block, block + size)
         if block + size > stop or not _follow(profile, blocks):
             return
         unit = [profile.calls_of(each)[0] for each in blocks]
         # all others are kept
         actions: list[Action] = [Full() if call in unit else Keep() for call in range(len(profile.capture.order))]
-        costs = profile.unit_costs(unit, actions)
+        costs = profile.unit_costs(unit, actions, accumulating=rows.accumulating)
         seconds = sum(_actions_of(found[profile.capture.order[call]])[Full()] for call in unit)
         yield _option(profile, rows, blocks, unit, costs, seconds, size), Full()
 
@@ -334,9 +340,9 @@ def _actions_of(found: Sequence[Candidate]) -> dict[Action, float]:
     return {candidate.action: candidate.seconds for candidate in found}
 
 
-def _costs(profile: Profile, calls: Sequence[int], action: Action) -> list[CallCost]:
+def _costs(profile: Profile, calls: Sequence[int], action: Action, accumulating: bool) -> list[CallCost]:
     actions: list[Action] = [action] * len(profile.capture.order)
-    return [profile.call_cost(call, actions) for call in calls]
+    return [profile.call_cost(call, actions, accumulating=accumulating) for call in calls]
 
 
 def _follow(profile: Profile, blocks: Sequence[int]) -> bool:

@@ -6,6 +6,7 @@ least extra time. In the steady state only the slowest rank sets the pace; what 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,8 +22,8 @@ from lightning_recompute.units import format_bytes
 PartChoices = tuple[int | None, ...]
 """For each unit of a part of the model the index of its option; None where a group that began before covers it."""
 
-# combinations of the curves of a rank's chunks
-_COMBINATIONS = 4096
+PER_STAGE = "per stage"  # the name of a plan that has one of its own for each
+_COMBINATIONS = 4096  # of the curves of a rank's chunks
 _MOST_POINTS = 16
 
 
@@ -209,14 +210,14 @@ def plan_stages(pipeline: PipelineCosts, budget_bytes: int) -> PipelinePlan:
         # ranks that are alike get the same plan
         if (parts, vectors) not in found:
             try:
-                found[parts, vectors] = _solve_rank(parts, vectors, budget_bytes)
+                found[parts, vectors] = RankSolver(parts, vectors).solve(budget_bytes)
             except BudgetError as error:
                 alive = max(map(sum, vectors))
                 what = "microbatches" if len(parts) == 1 else "chunk-microbatches"
                 raise BudgetError(f"stage {rank} ({alive} {what} in flight): {error}", error.smallest_bytes) from error
         for number, chosen in zip(numbers, found[parts, vectors], strict=True):
             choices[number] = chosen
-    plan = with_choices(pipeline, choices, "per stage")
+    plan = with_choices(pipeline, choices, PER_STAGE)
     assert plan.fullest.peak_bytes <= budget_bytes, f"rank {plan.fullest.rank} exceeds {budget_bytes} bytes"
     return plan
 
@@ -332,43 +333,66 @@ def _seconds(chunks: Sequence[_Loaded]) -> float:
     return math.fsum(chunk.seconds for chunk in chunks)
 
 
-def _solve_rank(parts: Sequence[StageCosts], vectors: Sequence[Sequence[int]], budget: int) -> list[PartChoices]:
-    if len(parts) == 1:
-        (vector,) = vectors
-        return [solve(replace(parts[0], in_flight=vector[0]), budget)]
-    most = [max(column) for column in zip(*vectors, strict=True)]
-    num_points = max(3, min(_MOST_POINTS, int(_COMBINATIONS ** (1 / len(parts)))))
-    curves = [
-        [_Loaded.by(part, chosen) for _, _, chosen in pareto(replace(part, in_flight=number), num_points)]
-        for part, number in zip(parts, most, strict=True)
-    ]
-    fitting = [chosen for chosen in itertools.product(*curves) if _peak(chosen, vectors) <= budget]
-    if not fitting:
-        least = min(_peak(chosen, vectors) for chosen in itertools.product(*curves))
-        static = sum(part.static_bytes for part in parts)
-        raise BudgetError(
-            f"no choice of recompute found that keeps {format_bytes(budget)} ({budget} bytes): the smallest peak found "
-            f"is {format_bytes(least)} ({least} bytes), of which static {format_bytes(static)}",
-            least,
-        )
-    best = [*min(fitting, key=lambda chosen: (_seconds(chosen), _peak(chosen, vectors)))]
-    for _ in range(2):
-        for index in range(len(parts)):
+class RankSolver:
+    """The choices of least time of the chunks of one rank, for one budget after the other; see `plan_stages`.
+
+    Args:
+        parts: Costs of its chunks.
+        vectors: Microbatches of them that are alive together, at each moment that may set the peak.
+    """
+
+    def __init__(self, parts: Sequence[StageCosts], vectors: Sequence[Sequence[int]]) -> None:
+        self._parts = parts
+        self._vectors = vectors
+
+    def solve(self, budget: int) -> list[PartChoices]:
+        """The choices within a budget.
+
+        Args:
+            budget: What the peak may be, statics included.
+
+        Raises:
+            BudgetError: There are none.
+        """
+        parts, vectors = self._parts, self._vectors
+        if len(parts) == 1:
+            (vector,) = vectors
+            return [solve(replace(parts[0], in_flight=vector[0]), budget)]
+        fitting = [chosen for chosen, peak in self._combinations if peak <= budget]
+        if not fitting:
+            least = min(peak for _, peak in self._combinations)
+            static = sum(part.static_bytes for part in parts)
+            text = f"no choice of recompute found that keeps {format_bytes(budget)} ({budget} bytes): the smallest peak"
+            text += f" found is {format_bytes(least)} ({least} bytes), of which static {format_bytes(static)}"
+            raise BudgetError(text, least)
+        best = [*min(fitting, key=lambda chosen: (_seconds(chosen), _peak(chosen, vectors)))]
+        for index in (*range(len(parts)), *range(len(parts))):
             _improve(best, index, parts[index], vectors, budget)
-    return [one.choices for one in best]
+        return [one.choices for one in best]
+
+    @functools.cached_property
+    def _combinations(self) -> list[tuple[tuple[_Loaded, ...], int]]:
+        """Points of the chunks' curves together, each with its peak."""
+        most = [max(column) for column in zip(*self._vectors, strict=True)]
+        num_points = max(3, min(_MOST_POINTS, int(_COMBINATIONS ** (1 / len(self._parts)))))
+        curves = [
+            [_Loaded.by(part, chosen) for _, _, chosen in pareto(replace(part, in_flight=number), num_points)]
+            for part, number in zip(self._parts, most, strict=True)
+        ]
+        return [(chosen, _peak(chosen, self._vectors)) for chosen in itertools.product(*curves)]
 
 
 def _improve(best: list[_Loaded], index: int, part: StageCosts, vectors: Sequence[Sequence[int]], budget: int) -> None:
     """Give one chunk all that the others leave."""
-    for vector in vectors:
-        if not vector[index]:
-            continue
-        others = sum(
-            number * one.held for at, (number, one) in enumerate(zip(vector, best, strict=True)) if at != index
-        )
-        others += sum(one.static for at, one in enumerate(best) if at != index)
+    left: dict[int, int] = {}
+    for vector in (one for one in vectors if one[index]):
+        pairs = [pair for at, pair in enumerate(zip(vector, best, strict=True)) if at != index]
+        others = sum(number * one.held + one.static for number, one in pairs)
+        # of moments with as many of its microbatches the one that leaves least decides
+        left[vector[index]] = min(budget - others, left.get(vector[index], budget))
+    for own, room in left.items():
         try:
-            chosen = solve(replace(part, in_flight=vector[index]), budget - others)
+            chosen = solve(replace(part, in_flight=own), room)
         except BudgetError:
             continue
         tried = [*best[:index], _Loaded.by(part, chosen), *best[index + 1 :]]

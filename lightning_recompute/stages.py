@@ -17,22 +17,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import active_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_recompute.blocks import BlockList
 from lightning_recompute.prior_recompute import inside_torch_checkpoint
 from lightning_recompute.step_form import StepForm, TensorForm
+from lightning_recompute.untouched import HOOKS, hook_owner
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_always_called",
+_FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_FLAGS = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
+IN_ORDER = (
+    "Pipeline stages need every block called once in each step, in order: what calls the model more often, such as "
+    "text generation, belongs after the fit (trainer.validate, trainer.predict), where each rank has the whole module"
 )
+"""What is due of a step."""
+
 _OWN_RECOMPUTE = ("gradient_checkpointing", "grad_checkpointing")
 
 
@@ -130,8 +131,11 @@ class Stage:
                 block = parent._modules[key]
                 assert block is not None
                 stack.callback(parent._modules.__setitem__, key, block)
-                forward = self._leave if index == self.stop else functools.partial(self._pass, index)
-                parent._modules[key] = shell(block, forward)
+                leaves = index == self.stop
+                forward = self._leave if leaves else functools.partial(self._pass, index)
+                # where the stage is left hooks before the block run on the next one, and those after it do not run
+                parent._modules[key] = found = shell(block, forward, gathering=not leaves)
+                stack.callback(_hand_over, found, block, {*found._forward_hooks, *found._forward_pre_hooks})
 
     def _forget(self) -> None:
         self._received = self._hidden = self._at_entry = None
@@ -139,6 +143,8 @@ class Stage:
 
     def _restore_buffers(self) -> None:
         """What the step has written before its blocks is the first stage's to write, which may be on this rank too."""
+        if active_fake_mode() is not None:  # nothing has values
+            self._formers.clear()
         written = []
         for part, name, buffer, former in self._formers:
             if part._buffers[name] is not buffer or not torch.equal(buffer, former):
@@ -213,10 +219,8 @@ class Stage:
             )
 
     def _refuse(self, what: str) -> None:
-        raise ValueError(
-            f"a step on {' to '.join(dict.fromkeys((self._names[self.start], self._names[self.stop - 1])))} {what}. "
-            "Pipeline stages need every block called once in each step, in order"
-        )
+        names = dict.fromkeys((self._names[self.start], self._names[self.stop - 1]))
+        raise ValueError(f"a step on {' to '.join(names)} {what}. {IN_ORDER}")
 
     def _digest(self, index: int, leaves: Sequence[Any]) -> None:
         if self.digests is not None and index not in self.digests:
@@ -224,20 +228,38 @@ class Stage:
             self.digests[index] = digest(leaf for place, leaf in enumerate(leaves) if place not in places)
 
 
-def shell(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+def shell(block: nn.Module, forward: Callable[..., Any], *, gathering: bool = False) -> nn.Module:
     """A module that looks like a block and runs something else; it shares all the block has but its hooks.
 
     Args:
         block: The block.
         forward: What runs.
+        gathering: Whether it keeps hooks of a model's own library (transformers), which gather what blocks return:
+            every block is to have its place there.
     """
     found = object.__new__(type(block))
     attributes = dict(vars(block))
-    attributes |= {name: OrderedDict() for name in _HOOKS}
+    attributes |= {name: OrderedDict() for name in HOOKS}
     attributes |= {name: False for name in _OWN_RECOMPUTE if name in attributes}
     attributes |= {"_compiled_call_impl": None, "forward": forward}
     vars(found).update(attributes)
+    if gathering:
+        _share_hooks(block, found, lambda key, hook: hook_owner(hook) == "transformers")
     return found
+
+
+def _hand_over(found: nn.Module, block: nn.Module, known: set[int]) -> None:
+    """What the step has registered on a shell belongs to the block: transformers does so once, in the first forward."""
+    _share_hooks(found, block, lambda key, hook: key not in known)
+
+
+def _share_hooks(one: nn.Module, other: nn.Module, which: Callable[[int, Any], bool]) -> None:
+    hooks = [(kind, key, hook) for kind in _FORWARD_HOOKS for key, hook in vars(one)[kind].items() if which(key, hook)]
+    for kind, key, hook in hooks:
+        vars(other)[kind][key] = hook
+        for flag in _FLAGS:
+            if key in vars(one)[flag]:
+                vars(other)[flag][key] = vars(one)[flag][key]
 
 
 def digest(leaves: Any) -> str:

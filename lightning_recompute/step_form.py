@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +32,11 @@ class TensorForm:
     def is_floating_point(self) -> bool:
         """Whether it can carry a gradient."""
         return self.dtype.is_floating_point or self.dtype.is_complex
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the values."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def poison(self, device: torch.device, *, own: bool) -> Tensor:
         """A tensor of this form that shows wherever it is used: NaN, or 0 where there is no NaN.

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from lightning_recompute.checkpointing_strategy import CheckpointFormat
+from lightning_recompute.division import OwnStages, Split
 from lightning_recompute.forecast import Forecast
-from lightning_recompute.grouped_strategy import GroupedStrategy
 from lightning_recompute.lightning_private import (
     StartMethod,
     accept_compiled_modules,
@@ -31,14 +31,19 @@ from lightning_recompute.lightning_private import (
 )
 from lightning_recompute.out_of_memory import Attempts, advice, free, out_of_memory_in
 from lightning_recompute.parallel import DataParallelKind, ParallelSettings
+from lightning_recompute.piped_fit import PipedFit
+from lightning_recompute.piped_strategy import PipedStrategy
+from lightning_recompute.pipeline_settings import settings_of
 from lightning_recompute.plan import Full, RecomputePlan
 from lightning_recompute.policy import Granularity, Method, RecomputePolicy
+from lightning_recompute.schedules import Schedule
 from lightning_recompute.session import RecomputeSession
+from lightning_recompute.stage_forecast import PipelineForecast
 
 logger = logging.getLogger(__name__)
 
 
-class RecomputeStrategy(GroupedStrategy):
+class RecomputeStrategy(PipedStrategy):
     """Trains any LightningModule in less memory, with the same numbers to the bit.
 
     In forward each unit (one or some consecutive blocks of the model) keeps only its inputs; in backward it is
@@ -75,6 +80,15 @@ class RecomputeStrategy(GroupedStrategy):
             divided, so that norms and residuals are kept once, not on every rank.
         tensor_parallel_plan: Patterns of module names (`model.layers.*.mlp.up_proj`) with the style of each: `colwise`,
             `rowwise` and others of `lightning_recompute.tensor_plan.STYLES`. Null: the module's own.
+        pipeline_parallel_size: Ranks that have consecutive blocks of the model each; a batch runs through them in
+            microbatches. Automatic optimization only.
+        virtual_pipeline_size: Stages on each of these ranks.
+        num_microbatches: Of each batch, by rows. Null: four for each rank of the pipeline. They count in the loss by
+            their rows, or by the module's `microbatch_weight(microbatch)` if it has such a method.
+        schedule: Their order: `gpipe`, `1f1b`, `interleaved-1f1b`, `interleaved-zero-bubble` or `zbv-zero-bubble`.
+            `1f1b` with several stages on a rank is the interleaved one.
+        split: How the blocks are divided over stages: `count`; `balanced`, by measured time, and with `memory_budget`
+            together with the plans; or the number of blocks of each stage in forward order.
         data_parallel: What the ranks that divide the data hold: `replicate`, all of the module; or `shard`, parts of
             its parameters, gradients and optimizer states (torch's FSDP2).
         blocks: Where the blocks are: dotted path(s) of block lists (`model.layers`) or class name(s) of blocks
@@ -130,6 +144,11 @@ class RecomputeStrategy(GroupedStrategy):
         tensor_parallel_size: int = 1,
         sequence_parallel: bool = False,
         tensor_parallel_plan: Mapping[str, Any] | None = None,
+        pipeline_parallel_size: int = 1,
+        virtual_pipeline_size: int = 1,
+        num_microbatches: int | None = None,
+        schedule: Schedule = "1f1b",
+        split: Split = "count",
         data_parallel: DataParallelKind = "replicate",
         check: bool = False,
         on_oom: Literal["raise", "replan"] = "raise",
@@ -147,8 +166,13 @@ class RecomputeStrategy(GroupedStrategy):
     ) -> None:
         super().__init__(
             ParallelSettings(
-                tensor=tensor_parallel_size, sequence=sequence_parallel, plan=tensor_parallel_plan, data=data_parallel
+                tensor=tensor_parallel_size,
+                pipeline=pipeline_parallel_size,
+                sequence=sequence_parallel,
+                plan=tensor_parallel_plan,
+                data=data_parallel,
             ),
+            settings_of(pipeline_parallel_size, virtual_pipeline_size, num_microbatches, schedule, split),
             checkpoint_format=checkpoint_format,
             async_checkpoint=async_checkpoint,
             find_unused_parameters=find_unused_parameters,
@@ -173,6 +197,11 @@ class RecomputeStrategy(GroupedStrategy):
         self.tensor_parallel_size = tensor_parallel_size
         self.sequence_parallel = sequence_parallel
         self.tensor_parallel_plan = tensor_parallel_plan
+        self.pipeline_parallel_size = pipeline_parallel_size
+        self.virtual_pipeline_size = virtual_pipeline_size
+        self.num_microbatches = num_microbatches
+        self.schedule = schedule
+        self.split = split
         self.data_parallel = data_parallel
         self.check = check
         policy = RecomputePolicy(
@@ -190,6 +219,12 @@ class RecomputeStrategy(GroupedStrategy):
         self._step: tuple[Any, int] | None = None
         self._attempts = Attempts(self._tighten)
         self._session = RecomputeSession(policy, plan, blocks, check, memory_budget)
+        if memory_budget is not None and pipeline_parallel_size > 1 and data_parallel == "shard":
+            raise ValueError(
+                f"memory_budget={memory_budget!r} with pipeline_parallel_size={pipeline_parallel_size} and "
+                "data_parallel='shard': the peak of stages whose parameters are sharded is not predicted. Take "
+                "data_parallel='replicate', or give the six words or a plan"
+            )
         if distribute_saved_activations and (tensor_parallel_size == 1 or sequence_parallel):
             found = "sequence_parallel=True" if sequence_parallel else "tensor_parallel_size=1"
             raise ValueError(
@@ -209,16 +244,18 @@ class RecomputeStrategy(GroupedStrategy):
         return self._session.active_plan
 
     @property
-    def forecast(self) -> Forecast | None:
+    def forecast(self) -> Forecast | PipelineForecast | None:
         """What the plan for `memory_budget` will need; None without one, and before the first batch."""
         return self._session.forecast
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Under a memory budget: make the plan when a batch needs one."""
+        was_piped = self.piped is not None
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        if self._session.before_batch(self.lightning_module, trainer, batch, batch_idx, logger):
+        planned = self._session.before_batch(self.lightning_module, trainer, batch, batch_idx, logger)
+        if planned or (self.piped is not None) != was_piped:
             for callback in vars(trainer)["callbacks"]:  # an attribute that Lightning's types do not know
                 if hasattr(callback, "begin_forward_again"):  # MemoryReport has begun before
                     callback.begin_forward_again()
@@ -232,11 +269,24 @@ class RecomputeStrategy(GroupedStrategy):
         super().setup(trainer)
 
     def prepare_module(self, trainer: pl.Trainer) -> None:
-        """Patch the blocks, and say once what is recomputed where."""
+        """Patch the blocks, and say once what is recomputed where; of a pipeline when its stages are known."""
+        if not self.is_piped:
+            self._begin(trainer, None)
+
+    def prepare_stages(self, piped: PipedFit) -> None:
+        """Patch the blocks of this rank's stages."""
+        self._begin(self._module.trainer, piped.own_stages)
+
+    def rank_budget_bytes(self) -> int | None:
+        """What the peak of each rank may be; None without `memory_budget`."""
+        budget = self._session.budget
+        return None if budget is None else budget.limit_bytes(self._module.trainer)
+
+    def _begin(self, trainer: pl.Trainer, stages: OwnStages | None) -> None:
         assert self.lightning_module is not None
         shares = self._groups is not None and self.tensor_parallel_size > 1 and not self.sequence_parallel
         self._session.tensor_group = self._groups.group("tensor") if shares and self._groups is not None else None
-        self._session.begin(self.lightning_module, trainer, self.root_device, logger)
+        self._session.begin(self.lightning_module, trainer, self.root_device, logger, stages)
 
     @property
     def block_names(self) -> str | Sequence[str] | None:
@@ -255,6 +305,7 @@ class RecomputeStrategy(GroupedStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Add to an error that training met what this strategy knows about it; the error's own text stays."""
+        super().on_exception(exception)
         if hint := self._hint(exception):
             exception.args = (f"{exception.args[0]}\n{hint}", *exception.args[1:])
 

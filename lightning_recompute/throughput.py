@@ -109,22 +109,29 @@ class FlopCounter(Mode):
     Args:
         replaying: Whether recomputation is going on, for example `is_recomputing`.
         note: Called with the FLOPs and arguments of each operator that is not recomputed.
+        repeating: Whether another rank does the same for the model.
 
     Attributes:
         model_flops: FLOPs of forward and backward.
+        repeated_flops: Those done while `repeating` said so.
         recompute_flops: FLOPs of recomputation.
     """
 
     supports_higher_order_operators = True
 
     def __init__(
-        self, replaying: Callable[[], bool] = lambda: False, note: Callable[[int, Any], object] | None = None
+        self,
+        replaying: Callable[[], bool] = lambda: False,
+        note: Callable[[int, Any], object] | None = None,
+        repeating: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
         own = {op: torch_counter.shape_wrapper(formula) for op, formula in own_formulas().items()}
         self._formulas = {**own, **torch_counter.flop_registry}
         self.model_flops = 0
         self.recompute_flops = 0
+        self.repeated_flops = 0
+        self._repeating = repeating
         self._replaying = replaying
         self._note = note
         self._in_backward = False
@@ -163,6 +170,8 @@ class FlopCounter(Mode):
             flops = int(formula(*args, **kwargs, out_val=result))
             if self._replaying() or (self._in_backward and torch.is_grad_enabled()):
                 self.recompute_flops += flops
+            elif self._repeating():
+                self.repeated_flops += flops
             else:
                 self.model_flops += flops
                 if self._note is not None:

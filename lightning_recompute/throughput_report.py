@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -100,9 +101,10 @@ class _Run:
         if math.isnan(counted) or math.isnan(tokens):
             counted, amount = float(self.counted.samples), samples
         share = amount / counted if counted else math.nan
-        repeated = 0.0 if self.group is None else self.repeated_flops * (1 - 1 / self.group.size())
+        alike = 0.0 if self.group is None else self.repeated_flops * (1 - 1 / self.group.size())
         counter = self.counter
-        return (counter.model_flops - repeated) * share, repeated * share, counter.recompute_flops * share
+        repeated = alike + counter.repeated_flops
+        return (counter.model_flops - alike) * share, repeated * share, counter.recompute_flops * share
 
 
 class ThroughputReport(Report):
@@ -117,7 +119,7 @@ class ThroughputReport(Report):
     recomputation, too, so that HFU - MFU is what recomputation costs (Chowdhery et al. 2022, PaLM, appendix B).
     Tensor-parallel ranks count what each of them does; what all of them do alike (a router, experts or a head that
     are not divided) is in MFU once and in HFU as often as it is done. It is found by comparing the operands of the
-    counted steps.
+    counted steps. What pipeline stages but the first do before the blocks is in HFU only.
     FLOPs are counted by operator in the first steps (matrix products, convolutions, attention; fused attention's
     backward with its own second look at the scores, as torch counts it) and go on per token, where tokens
     are known, else per sample. Recomputed are: what this package replays, and what torch's own checkpoint
@@ -185,7 +187,8 @@ class ThroughputReport(Report):
         """Begin to count FLOPs."""
         self._start(trainer)
         group, repeats = tensor_group(trainer), RepeatedWork()
-        counter = FlopCounter(is_recomputing, None if group is None else repeats.note)
+        repeating = partial(getattr, trainer.strategy, "repeats_work", False)
+        counter = FlopCounter(is_recomputing, None if group is None else repeats.note, repeating)
         self._run = run = _Run(StepClock(trainer.strategy.root_device), group, repeats, counter)
         self._cleanup.callback(setattr, self, "_run", None)
         run.stop_counting = enter_around(trainer.strategy, ("training_step", "backward"), run.count)
@@ -372,7 +375,7 @@ class ThroughputReport(Report):
         if recomputed > 0:
             caption += f"; recomputation adds {recomputed:.1%} of the model's FLOPs"
         if repeated > 0:
-            caption += f"; work that tensor-parallel ranks repeat adds {repeated:.1%}"
+            caption += f"; work that ranks repeat adds {repeated:.1%}"
         self._show(trainer, title, lines, caption)
 
 

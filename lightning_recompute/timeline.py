@@ -60,6 +60,7 @@ class Skeleton:
         gradient_bytes: Gradients of all trainable parameters.
         has_gradients: Whether gradients of blocks are among the bytes of the moments: those that the step makes, and
             those that are there before.
+        middle: What is there when forward is over and backward has not begun.
     """
 
     moments: tuple[Moment, ...]
@@ -67,6 +68,18 @@ class Skeleton:
     sizes: tuple[int, ...]
     gradient_bytes: int
     has_gradients: bool = False
+    middle: Moment | None = None
+
+    def waiting_bytes(self, costs: Sequence[CallCost]) -> int:
+        """What waits for backward when forward is over.
+
+        Args:
+            costs: What each call adds.
+        """
+        assert self.middle is not None
+        held = frozenset(number for cost in costs for number in cost.holds) - self.middle.alive
+        inside = sum(cost.inner_bytes for cost in costs) + sum(self.sizes[number] for number in held)
+        return self.middle.num_bytes + inside
 
 
 @dataclass(frozen=True)

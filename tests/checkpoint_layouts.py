@@ -26,7 +26,7 @@ from checkpoint_toys import (
 
 from lightning_recompute.checkpoint_loading import load_sharded
 from lightning_recompute.optimizer_names import without_names
-from lightning_recompute.sharded_checkpoint import ShardedSaver, gathered
+from lightning_recompute.sharded_checkpoint import ShardedSaver
 
 FILES = (EVERY[0], EVERY[-1])
 
@@ -64,7 +64,7 @@ def save_all(folder: Path) -> None:
         values = everything(module, optimizers)
         on_first(lambda: torch.save(values, saved(folder, layout, "values")))  # noqa: B023  # called at once
         saver.save(saved(folder, layout, "ckpt"), dumped(module, optimizers))
-        whole = gathered(dumped(module, optimizers))
+        whole = saver.gather(dumped(module, optimizers))
         on_first(lambda: torch.save(whole, saved(folder, layout, "file")))  # noqa: B023
     saver.close()
 

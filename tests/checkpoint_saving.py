@@ -98,11 +98,12 @@ def removal(folder: Path) -> dict[str, Any]:
     saver = ShardedSaver()
     saver.save(folder / "old", small(1))
     dist.barrier()
-    go = threading.Event()
-    with before_writing(lambda: go.wait(20)):
+    begun, go = threading.Event(), threading.Event()
+    with before_writing(lambda: begun.set() or go.wait(20)):  # type: ignore[func-returns-value]
         saver.save(folder / "new", small(2), asynchronous=True)
         if dist.get_rank() == 0:
             saver.remove(folder / "old")
+        begun.wait(20)
         before = names(folder)
         go.set()
         saver.wait()

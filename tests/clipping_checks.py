@@ -75,6 +75,35 @@ def check_clipping(groups: ParallelGroups) -> dict[str, Any]:
     return found
 
 
+def check_stages(groups: ParallelGroups) -> dict[str, float]:
+    """Each data rank stands for a stage: with parameters of its own, divided over `tensor`, and one of both stages."""
+    found: dict[str, float] = {}
+    stage, group = groups.rank("data"), groups.group("data")
+    generator = torch.Generator().manual_seed(6)
+    values = [torch.randn(7, 5, generator=generator, dtype=torch.float64) for _ in range(4)]
+    for norm_type, factor, has_both in itertools.product(NORM_TYPES, FACTORS, (True, False)):
+        whole = [nn.Parameter(torch.zeros(7, 5, dtype=torch.float64)) for _ in values]
+        for parameter, value in zip(whole, values, strict=True):
+            parameter.grad = value.clone()
+        due_of = whole if has_both else whole[:3]
+        limit = factor * float(nn.utils.get_total_norm([p.grad for p in due_of if p.grad is not None], norm_type))
+        due = nn.utils.clip_grad_norm_(due_of, limit, norm_type)
+        # the first is of both stages; the second stage has one more, or that one alone
+        indices = [0, 1, 2] if stage == 0 else [0, 3] if has_both else [0]
+        mine = []
+        for index in indices:
+            places = [Shard(0)] if index else [Replicate()]
+            mine.append(nn.Parameter(distribute_tensor(torch.zeros_like(values[index]), groups.tensor_mesh, places)))
+            mine[-1].grad = distribute_tensor(values[index].clone(), groups.tensor_mesh, places)
+        norm = clip_norm(mine, limit, norm_type, group=group, counted_elsewhere=mine[:1] if stage else ())
+        found[f"{norm_type} {factor} {has_both}"] = max(relative(norm, due), apart(mine, [whole[i] for i in indices]))
+    # a stage without parameters, and one in another dtype
+    lone = nn.Parameter(torch.zeros(3))
+    lone.grad = torch.full((3,), 2.0)
+    found["empty"] = float(clip_norm([lone] if stage else [], 1.0, group=group) - 12**0.5)
+    return found
+
+
 def apart(spread: list[nn.Parameter], whole: list[nn.Parameter]) -> float:
     pairs = [(one.grad, other.grad) for one, other in zip(spread, whole, strict=False) if other.grad is not None]
     return max((full(one) - other).abs().max().item() for one, other in pairs if one is not None)
@@ -140,5 +169,6 @@ def check_all(folder: Path) -> dict[str, Any]:
     return {
         "clipping": check_clipping(groups),
         "overflow": check_overflow(groups),
+        "stages": check_stages(groups),
         "halves": check_halves(groups),
     }

@@ -25,6 +25,14 @@ settings.register_profile(
 settings.load_profile("steady")
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Tests of a group are kept together, so that what they share is set up once: not all versions do so."""
+    if session.config.getoption("loadgroup", default=False):
+        grouped = [item.nodeid for item in session.items if item.get_closest_marker("xdist_group")]
+        if any("@" not in name for name in grouped):
+            session.warn(pytest.PytestWarning("groups are not seen: take pytest and pytest-xdist of constraints.txt"))
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
     """Every test starts from the same seeds, in whatever order and process it runs, and leaves torch as it was."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from data_parallel_toys import (
     reference,
     step,
 )
+from distributed import settle_collectives
 from plans import PLANS
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -43,7 +43,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import lightning_recompute.sharding as sharding
 from lightning_recompute.data_parallel import DataParallel, replicate
 from lightning_recompute.groups import ParallelGroups
-from lightning_recompute.ledger import Meter
 from lightning_recompute.memory import open_meter
 from lightning_recompute.plan import Full, RecomputePlan
 from lightning_recompute.policy import RecomputePolicy
@@ -329,15 +328,6 @@ def check_precisions(groups: ParallelGroups) -> dict[str, float]:
     return found
 
 
-def settled(meter: Meter) -> int:
-    """Live bytes when gloo's threads have let go of what they sent."""
-    found = []
-    for _ in range(20):
-        found.append(meter.live_bytes)
-        time.sleep(0.02)
-    return min(found)
-
-
 def check_memory(groups: ParallelGroups) -> dict[str, float]:
     """Bytes beyond the module's own parameters, as a part of them: held between steps, and at a step's peak."""
     (ranks,), found = batches(1, groups.size("data")), {}
@@ -349,7 +339,7 @@ def check_memory(groups: ParallelGroups) -> dict[str, float]:
         parallel: Any = replicate(module, groups) if kind == "replicate" else None
         for _ in range(2):
             module.zero_grad()
-            held = settled(meter) - before
+            held = meter.live_bytes - before
             meter.reset_peak()
             if parallel:
                 step(parallel, ranks[groups.rank("data")])
@@ -364,6 +354,7 @@ def check_memory(groups: ParallelGroups) -> dict[str, float]:
 
 
 def check_two(folder: Path) -> dict[str, Any]:
+    settle_collectives()
     groups = join_world()
     return {
         "models": check_models(groups),

@@ -6,6 +6,7 @@ that has done it; `start` runs a script as a user would, through its launcher.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -20,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 NUM_PROCESSES = 2
 LIMIT_SECONDS = 150
+NAP_SECONDS = 0.0005
 HERE = Path(__file__).parent
 PRELOADED = ["lightning_modules", "lightning_recompute.strategy"]
 
@@ -37,6 +40,12 @@ def free_port() -> int:
 def local_rank() -> int:
     """Rank before, while and after Lightning's launcher has set it."""
     return int(os.environ.get("LOCAL_RANK", 0))
+
+
+@functools.cache
+def world_size() -> int:
+    """Processes of this group; read at once, since Lightning takes it out of the environment at the end of a fit."""
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def in_ranks(
@@ -90,6 +99,8 @@ def _in_processes(
 
 
 def _child(function: Callable[[Path], Any], folder: Path, index: int, environment: dict[str, str]) -> None:
+    for seed in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # of tests that ran before the server of processes started
+        os.environ.pop(seed, None)
     os.environ.update(environment, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     os.chdir(folder)
     with open(f"{index}.txt", "w") as output:
@@ -104,6 +115,47 @@ def _child(function: Callable[[Path], Any], folder: Path, index: int, environmen
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def settle_collectives() -> None:
+    """From here on, in this process: a collective that was waited for has let go of its buffers.
+
+    A thread of gloo may hold them for a moment after it has said that it is done: for how long is a matter of chance,
+    and of the load of the machine, so that measured peaks were, too. A nap lets the thread run first. Two times in
+    some hundred runs a rank without it crashed in native code, near `full_tensor` of what had been sharded.
+    """
+    if hasattr(dist.Work.wait, "__wrapped__"):
+        return
+    kernel = torch.ops._c10d_functional.wait_tensor.default._op_dk
+
+    def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = kernel(torch._C.DispatchKey.CompositeExplicitAutograd, tensor)
+        time.sleep(NAP_SECONDS)
+        return found
+
+    wait = dist.Work.wait
+
+    @functools.wraps(wait)
+    def wait_work(*args: Any, **kwargs: Any) -> bool:
+        found = wait(*args, **kwargs)
+        time.sleep(NAP_SECONDS)
+        return found
+
+    dist.Work.wait = wait_work  # type: ignore[method-assign]
+    _library().impl("wait_tensor", wait_tensor, "CPU")
+
+
+@functools.cache
+def _library() -> torch.library.Library:
+    """Lives as long as the process, and what is registered with it."""
+    return torch.library.Library("_c10d_functional", "IMPL")
+
+
+def agreed(value: float) -> float:
+    """The largest over all processes."""
+    found = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
 
 
 def error_of(call: Callable[[], Any], otherwise: str = "") -> str:

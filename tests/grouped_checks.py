@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from distributed import world_size
 from group_cases import SMALL, next_token_loss
 from grouped_modules import Manual, Momentum, Plain, fit, loader, outcome, seeded, whole
 from lightning.pytorch.callbacks import (
@@ -44,12 +44,6 @@ FITS: dict[str, tuple[Callable[[], Plain], dict[str, Any]]] = {
     "bf16-mixed": (Momentum, {"precision": "bf16-mixed"}),
     "16-mixed": (Momentum, {"precision": "16-mixed", "gradient_clip_val": 0.05}),
 }
-
-
-@functools.cache
-def world_size() -> int:
-    """Read at once: Lightning takes it out of the environment at the end of a fit."""
-    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def fits_of(layout: str, world: int) -> list[str]:

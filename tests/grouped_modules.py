@@ -131,7 +131,7 @@ def trainer_of(folder: Path, strategy: Any, **options: Any) -> pl.Trainer:
     return pl.Trainer(strategy=strategy, **defaults | options)
 
 
-def seeded(make: Callable[[], Plain]) -> Plain:
+def seeded(make: Callable[[], Any]) -> Any:
     torch.manual_seed(0)
     return make()
 

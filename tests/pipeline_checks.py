@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from data_parallel_toys import full
 from pipeline_models import made
 from torch import Tensor, nn
 
@@ -74,7 +75,7 @@ def difference(plain: nn.Module, pipeline: PipelineModule) -> float:
         if (gradient is None) != (parameter.grad is None):
             return 9.0
         if gradient is not None and parameter.grad is not None:
-            worst = max(worst, float((gradient - parameter.grad).abs().max() / largest))
+            worst = max(worst, float((gradient - full(parameter.grad)).abs().max() / largest))
     return worst
 
 

@@ -323,6 +323,26 @@ class Hidden(Toy):
         return cross_entropy(self.head(hidden), batch["labels"])
 
 
+class Number(Toy):
+    """Uses the size of the embeddings behind the blocks, as a number."""
+
+    def training_step(self, batch: Batch) -> Any:
+        size = self.embedding(batch["input_ids"]).square().mean().item()
+        return super().training_step(batch) * size
+
+
+class NumberMask(Toy):
+    """Blocks are given a mask that is made of how many embeddings are large."""
+
+    def training_step(self, batch: Batch) -> Any:
+        hidden = self.embedding(batch["input_ids"])
+        num_large = int((hidden.detach().sum(-1) > 0).sum())
+        padding = torch.arange(LENGTH).expand(len(hidden), -1) > (8 if num_large else 4)
+        for block in self.blocks:
+            hidden = block(hidden, src_key_padding_mask=padding)
+        return cross_entropy(self.head(hidden), batch["labels"])
+
+
 class Extra(Toy):
     """Each block is given the embeddings as well."""
 
@@ -360,7 +380,7 @@ class Nothing(Toy):
 TOYS: dict[str, Callable[[], Toy]] = {
     cls.__name__: cls
     for cls in (Toy, ClassToken, Shapes, Frozen, Unused, Data, Noise, Masked, Counted, Shared, Statistics)
-} | {cls.__name__: cls for cls in (Skip, Deep, Hidden, Extra, Twice, Nothing)}
+} | {cls.__name__: cls for cls in (Skip, Deep, Hidden, Number, NumberMask, Extra, Twice, Nothing)}
 
 
 def made(name: str, seed: int = 0) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from distributed import settle_collectives
 from pipeline_checks import PAIRS, SCHEDULES, M, difference, divided, join, parity, plain_step, state_of
 from pipeline_models import Counting, made
 from plans import PLANS
@@ -26,7 +27,18 @@ RECOMPUTED = {
     "interleaved-zb": ("uniform-2",),
     "zbv": ("uniform-1", "uniform-2", "block-1", "core_attn"),
 }
-REFUSED = ("Skip", "Deep", "Hidden", "Extra", "Twice", "Nothing", "meta", "t5-sdpa")
+REFUSED = (
+    "Skip",
+    "Deep",
+    "Hidden",
+    "Number",
+    "NumberMask",
+    "Extra",
+    "Twice",
+    "Nothing",
+    "meta",
+    "t5-sdpa",
+)
 
 
 # ---- recompute
@@ -96,6 +108,7 @@ def freed(groups: ParallelGroups, schedule: str, labels: str) -> dict[str, Any]:
 
 def memory(groups: ParallelGroups, schedule: str, num_microbatches: int) -> dict[str, int]:
     """Bytes of a step beside gradients, and what is left of it; 16 rows in each microbatch."""
+    settle_collectives()
     settings = replace(SCHEDULES[schedule], num_microbatches=num_microbatches)
     module, pipeline = divided(groups, "Counted", settings, rows=16 * num_microbatches)
     batch = module.batch(16 * num_microbatches)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import warnings
@@ -11,7 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
+from distributed import agreed, settle_collectives, world_size
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
@@ -28,8 +27,7 @@ from lightning_recompute.policy import RecomputePolicy
 from lightning_recompute.strategy import RecomputeStrategy
 
 VOCABULARY, WIDTH, LENGTH, ROWS, NUM_LAYERS, NUM_HEADS = 256, 64, 64, 4, 4, 4
-TOLERANCE = 0.01
-ATTEMPTS = 3
+TOLERANCE = 0.005
 HUGE = "100GiB"
 PAIRS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel_size": 2},
@@ -154,32 +152,9 @@ class Fit:
         return max(self.peaks.values())
 
 
-@functools.cache
-def world_size() -> int:
-    """Processes; Lightning forgets it with the end of a fit."""
-    return int(os.environ["WORLD_SIZE"])
-
-
-def agreed(value: float) -> float:
-    """The largest over all processes."""
-    found = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
-
-
-def error_of(predicted: int, *fit: Any, known: Fit | None = None, **choice: Any) -> float:
-    """How far a prediction is from a fit, the worst of all ranks.
-
-    A thread that carries out a collective may hold its buffer a moment longer than usual, which only adds: the least of
-    some fits counts.
-    """
-    least = float("inf")
-    for attempt in range(ATTEMPTS):
-        measured = known.peak if known is not None and attempt == 0 else Fit(*fit, **choice).peak
-        least = min(least, agreed(abs(predicted - measured) / measured))
-        if least < TOLERANCE / 2:
-            break
-    return least
+def error_of(predicted: int, fit: Fit) -> float:
+    """How far a prediction is from a fit, the worst of all ranks."""
+    return agreed(abs(predicted - fit.peak) / fit.peak)
 
 
 def some_seconds(call: Any, actions: list[Action], num_runs: int = 0) -> list[float]:
@@ -198,7 +173,7 @@ def one_layout(model: str, layout: dict[str, Any], *, accumulate: int = 1, expli
     search = PlanSearch(forecast.profile, forecast.candidates)
     least = search.exact(search.leanest())
     found: dict[str, Any] = {
-        "errors": {"everything kept": error_of(most, model, layout, known=fit, memory_budget=HUGE, **options)},
+        "errors": {"everything kept": error_of(most, fit)},
         "same losses": fit.losses == before.losses and len(fit.losses) == 3 * accumulate,
         "is kept": forecast.plan == kept,
         "reported": fit.num_reported,
@@ -208,11 +183,13 @@ def one_layout(model: str, layout: dict[str, Any], *, accumulate: int = 1, expli
     }
     if explicit:
         plan = FULL.plan([NUM_LAYERS])
-        found["errors"]["full"] = error_of(forecast.under(plan, None).peak_bytes, model, layout, plan=plan, **options)
+        found["errors"]["full"] = error_of(
+            forecast.under(plan, None).peak_bytes, Fit(model, layout, plan=plan, **options)
+        )
     budget = int(agreed(least + 0.4 * (most - least)))
     tight = Fit(model, layout, memory_budget=budget, **options)
     predicted = tight.forecast.peak_bytes
-    found["errors"]["a budget"] = error_of(predicted, model, layout, known=tight, memory_budget=budget, **options)
+    found["errors"]["a budget"] = error_of(predicted, tight)
     found["keeps"] = least <= predicted <= budget and tight.forecast.fits
     found["plan"] = str(tight.forecast.plan)
     return found
@@ -236,6 +213,7 @@ def larger_batch_on_one_rank(layout: dict[str, Any]) -> list[int]:
 
 def _quiet() -> None:
     world_size()
+    settle_collectives()
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning_recompute"):
         logging.getLogger(name).setLevel(logging.ERROR)

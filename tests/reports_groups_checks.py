@@ -146,6 +146,7 @@ def compare_work() -> dict[str, int]:
         "alike": [(1, (both, both)), (10, (both,))],
         "own": [(1, (both, own)), (10, (own, both))],
         "mixed": [(1, (both, own)), (10, (both, both)), (100, ((torch.ones(3) + group.rank(), both), {"x": both}))],
+        "alike in sum": [(1, (torch.arange(1.0, 7).view(2, 3).roll(group.rank(), 1), both))],
         "last bits": [(1, (both * (1 + 1e-7 * group.rank()), both))],
         "zeros": [(1, (both, 0 * own))],
         "not finite": [(1, (both, both * float("inf"))), (10, (both, both * float("nan")))],

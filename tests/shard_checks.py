@@ -7,7 +7,6 @@ import copy
 import gc
 import logging
 import pickle
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import shard_models
 import torch
 import torch.distributed as dist
-from distributed import error_of
+from distributed import error_of, settle_collectives
 from ledger import Ledger
 from models import MODELS
 from parity import backward, seeded
@@ -31,7 +30,7 @@ from lightning_recompute.plan import Full, Selective
 from lightning_recompute.recompute import apply_recompute
 
 NUM_BLOCKS = 6
-DEEP = 12
+DEEP = 24
 FULL = tiled((1, Full()))((NUM_BLOCKS,))
 PAIRS = tiled((2, Full()))((NUM_BLOCKS,))
 SELECTED = (
@@ -295,14 +294,6 @@ def check_writes(group: dist.ProcessGroup) -> Found:
     return {"shapes": shapes, "equal": equal, "right": right}
 
 
-def settled(meter: AllocatorMeter | Ledger) -> int:
-    """Live bytes once gloo's threads have let go of the tensors of their last collectives."""
-    deadline = time.monotonic() + 2
-    while meter.live_bytes and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return meter.live_bytes
-
-
 def check_memory(group: dist.ProcessGroup) -> Found:
     """Bytes held between forward and backward, at the peak of backward and after it, of a second step."""
     library = load()
@@ -321,9 +312,9 @@ def check_memory(group: dist.ProcessGroup) -> Found:
             loss.backward()
             peak = meter.peak_bytes
             del loss
-            after = settled(meter)
+            after = meter.live_bytes
             Odd.loss(module)
-            dropped = settled(meter)
+            dropped = meter.live_bytes
             meter.close()
         found[name] = {"held": held, "peak": peak, "after": after, "dropped": dropped}
     return found
@@ -341,7 +332,7 @@ def check_leaks(group: dist.ProcessGroup) -> Found:
                 Odd.step(module)
                 Odd.loss(module)
                 module.zero_grad()
-                live.append(settled(ledger))
+                live.append(ledger.live_bytes)
             gc.enable()
         found[name] = live
     return found
@@ -350,6 +341,7 @@ def check_leaks(group: dist.ProcessGroup) -> Found:
 def check_all(folder: Path) -> Found:
     """What one rank found, by check."""
     group = start()
+    settle_collectives()
     checks: Sequence[Callable[[dist.ProcessGroup], Found]] = (
         *(check_plans, check_habits, check_counts, check_uneven_garbage, check_tensor_parallel),
         *(check_divergence, check_copies, check_writes, check_memory, check_leaks, shard_models.check_tensors),

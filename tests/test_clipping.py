@@ -26,6 +26,13 @@ def test_the_norm_is_that_of_one_process(ranks: list[dict[str, Any]], norm_type:
     assert max(rank["clipping"][f"{norm_type} {factor}"] for rank in ranks) < 1e-12
 
 
+def test_stages_have_one_norm_and_one_factor(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert len(rank["stages"]) == 4 * len(NORM_TYPES) + 1
+        for case, found in rank["stages"].items():
+            assert abs(found) < (1e-6 if case == "empty" else 1e-12), case
+
+
 def test_values_are_cut(ranks: list[dict[str, Any]]) -> None:
     assert [rank["clipping"]["value"] for rank in ranks] == [0.0] * 4
 

@@ -71,7 +71,7 @@ ACTIONS = {
     "gpt_bytes_block.yaml": [Full(), Full(), Keep()],
     "hf_llama.yaml": [Selective(("norm", "act"))],
 }
-SEVERAL = ("gpt_bytes_2procs.yaml", "gpt_bytes_tp2.yaml")
+SEVERAL = ("gpt_bytes_2procs.yaml", "gpt_bytes_tp2.yaml", "gpt_bytes_pp2.yaml")
 ALONE = [
     (name, command)
     for name, found in COMMANDS.items()
@@ -120,25 +120,46 @@ def test_two_processes(name: str, folder: Path) -> None:
     assert done.stderr.count("Recompute: blocks (4 x TransformerBlock)") == 1
 
 
-PLANS = [command for found in COMMANDS.values() for command in found if command[0] == "plan"]
+# The others show the same on other sizes, and take as long.
+PLANS = [
+    pytest.param(name, command, marks=[] if name == "gpt_200b.yaml" else pytest.mark.long)
+    for name, found in COMMANDS.items()
+    for command in found
+    if command[0] == "plan"
+]
+GIANT = ["--model.hidden_size", "64", "--model.num_heads", "8", "--model.max_length", "32"]
 
 
-@pytest.mark.parametrize("command", PLANS)
-def test_plans(command: list[str], folder: Path) -> None:
-    smaller = ["--model.num_layers", "2", "--memory_budget", "1GiB", "--data.max_bytes", "100000"]
-    main([*command, *smaller, *TINY_MODEL["lightning_recompute.GPT"], "--output", str(folder)])
-    assert RecomputePlan.load(folder / "plan.yaml").num_blocks == 2
+@pytest.mark.parametrize(("name", "command"), PLANS)
+def test_plans(name: str, command: list[str], folder: Path) -> None:
+    smaller = ["--model.num_layers", "4", "--data.max_bytes", "100000", "--data.batch_size", "4"]
+    if "pipeline_parallel_size" in CONFIGS[name].read_text():
+        smaller += ["--pipeline_parallel_size", "2", "--virtual_pipeline_size", "1", "--num_microbatches", "4"]
+    main([*command, *smaller, *GIANT, "--output", str(folder)])
+    assert RecomputePlan.load(folder / "plan.yaml").num_blocks == 4
+    with open(folder / "plan_stages.csv", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    # on its own config's layout, by formula too
+    assert len(rows) == (1 if name == "gpt_22b.yaml" else 2)
+    # what is drawn again takes random states, which are not little beside a block of this size
+    assert all(int(row["held_bytes"]) >= int(row["formula_bytes"]) for row in rows if row["formula_bytes"])
 
 
 @pytest.mark.long
 def test_a_model_too_large_to_build_is_planned_for(folder: Path) -> None:
     """Whole, as the config says, in a process of its own whose memory is looked at."""
-    (command,) = COMMANDS["gpt3_175b.yaml"]
     program = Path(sys.executable).with_name("lightning-recompute")
-    done = subprocess.run([program, *command, "--output", folder], cwd=ROOT, timeout=280, check=False)
-    assert done.returncode == 0
+    command = [str(program), *COMMANDS["gpt3_175b.yaml"][0], "--output", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2 * 2**20  # KiB
     plan = folder / "plan.yaml"
-    assert OmegaConf.load(plan).record.predicted_peak_bytes <= 1340 * 2**30
+    assert OmegaConf.load(plan).record.predicted_peak_bytes <= 40 * 2**30
     # neither nothing nor everything is recomputed
-    assert {type(segment.action) for segment in RecomputePlan.load(plan).segments} - {Keep}
+    assert {type(segment.action) for segment in RecomputePlan.load(plan).segments} > {Keep}
+    # all eight stages, by profile and by formula
+    lines = done.stdout.partition("Held by blocks in flight")[2].splitlines()
+    (worst,) = (line for line in lines if "worst" in line)
+    found = [float(each) for each in re.findall(r"([+-][\d.]+)%", worst)]
+    assert len(found) == 3
+    assert all(abs(each) <= 0.5 for each in found)

@@ -8,6 +8,7 @@ import pytest
 
 from lightning_recompute.division import Division
 from lightning_recompute.plan import Full, Keep, RecomputePlan, Segment
+from lightning_recompute.policy import RecomputePolicy
 
 
 def test_blocks_are_divided_by_count() -> None:
@@ -53,6 +54,18 @@ def test_lists_that_do_not_fit(split: Any, error: type[Exception], words: str) -
 def test_more_stages_than_blocks() -> None:
     with pytest.raises(ValueError, match="3 blocks for 4 pipeline stages"):
         Division.of(3, 2, "interleaved-1f1b", 2)
+
+
+def test_words_count_over_the_blocks_of_each_chunk() -> None:
+    division = Division.of(7, 2, "interleaved-1f1b", 2)
+    block = RecomputePolicy(method="block", num_layers=1).plan(division.lengths)
+    assert [s.start for s in block.segments if s.action == Full()] == [0, 2, 4, 6]
+    # units end where chunks do, and the last one of a chunk may be shorter
+    uniform = RecomputePolicy(num_layers=2).plan(division.lengths)
+    assert [(s.start, s.stop) for s in uniform.segments] == [(0, 2), (2, 4), (4, 6), (6, 7)]
+    assert [s.start for s in division.part_of(uniform, 1).segments if s.action == Full()] == [2, 6]
+    with pytest.raises(ValueError, match="the largest list or stage has 2"):
+        RecomputePolicy(num_layers=3).plan(division.lengths)
 
 
 def test_a_rank_keeps_what_is_not_its_own() -> None:

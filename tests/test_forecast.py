@@ -21,8 +21,9 @@ def test_parallel_sizes() -> None:
     for wrong in (0, -1, True, 1.5):
         with pytest.raises(ValueError, match="an int of at least 1"):
             ParallelSizes(data=wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"pipeline=2.*only 1 can be planned for"):
-        ParallelSizes(pipeline=2)
+    assert ParallelSizes(pipeline=2, virtual=2).virtual == 2
+    with pytest.raises(ValueError, match=r"virtual=2, pipeline=1.*there is one stage"):
+        ParallelSizes(virtual=2)
 
 
 @pytest.mark.parametrize("name", ["none", "uniform-1", "uniform-2", "block-1"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -43,6 +43,20 @@ def test_storages_are_counted_once_and_whole() -> None:
     assert storage_bytes(nn.LazyLinear(3).parameters()) == 0
 
 
+@pytest.mark.usefixtures("fake_world")
+def test_what_was_waited_for_is_no_new_tensor() -> None:
+    def step() -> Tensor:
+        name = torch.distributed.group.WORLD.group_name  # type: ignore[union-attr]
+        part = torch.ones(8, 32)
+        total = torch.ops._c10d_functional.all_reduce(part, "sum", name)
+        waited: Tensor = torch.ops._c10d_functional.wait_tensor(total.requires_grad_())
+        return waited.sum()
+
+    real = measure_step(step, meter=Ledger())
+    with FakeTensorMode():
+        assert measure_step(step, meter=Ledger()) == real
+
+
 def test_a_ledger_counts_fake_tensors_as_if_they_were_real() -> None:
     def step() -> Tensor:
         layer = nn.Linear(32, 64)
@@ -57,6 +71,17 @@ def test_a_ledger_counts_fake_tensors_as_if_they_were_real() -> None:
     with Ledger(fake=True) as ledger, FakeTensorMode():
         step()
     assert ledger.peak_bytes > 0
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_a_dtensors_look_at_whole_shapes_is_no_part_of_a_run() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    shard = torch.ones(4, 1009)  # a shape that torch has not looked at yet
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        part = DTensor.from_local(torch.empty_like(shard), mesh, [Shard(1)])
+        with Ledger() as ledger:
+            kept = part.relu()
+            assert ledger.peak_bytes == ledger.held_bytes == storage_bytes([kept]) == shard.nbytes
 
 
 def test_a_ledger_counts_local_shards_and_what_is_gathered(fake_world: None) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -295,12 +296,24 @@ class Tagged(str):
     pass
 
 
+class Rows(torch.utils.data.Dataset[Any]):
+    """Of the user's, with all of the data."""
+
+
+class Data(pl.LightningDataModule):
+    """The same."""
+
+
+class OwnTrainer(pl.Trainer):
+    """Reaches both."""
+
+
 def test_what_has_no_content() -> None:
     pair = namedtuple("pair", "a b")
     values = [1, "text", None, 1.5, (1, (2, None)), pair(1, 2), Tagged("a"), torch.ones(1), nn.Linear(1, 1), len, Plain]
     values += [lambda: 0, random.Random(1), torch.Generator(), np.ones(2), datetime.datetime(2020, 1, 1), Colour.RED]
     values += [logging.getLogger(), torch.device("cpu"), torch.float, ValueError("x"), nn.Parameter(torch.ones(1))]
-    values += [OwnsAFile(), PassThroughProfiler()]
+    values += [OwnsAFile(), PassThroughProfiler(), Rows(), Data(), OwnTrainer(logger=False, barebones=True)]
     assert [value for value in values if has_content(value)] == []
 
 

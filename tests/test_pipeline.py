@@ -156,9 +156,11 @@ def test_gradients_are_handed_back_by_the_loss(two: Ranks) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("Skip", "the first loss is NaN"),
-        ("Deep", "the first loss is NaN"),
-        ("Hidden", "blocks.2 is given something beside the hidden state that differs"),
+        ("Skip", "uses after the blocks a value that was made"),
+        ("Deep", "uses after the blocks a value that was made"),
+        ("Hidden", "uses in blocks.2 a value that was made before the blocks"),
+        ("Number", "the first loss is NaN"),
+        ("NumberMask", "blocks.2 is given something beside the hidden state that differs"),
         ("Extra", "blocks.1 is given keyword ['extra'], which needs a gradient"),
         ("Twice", "called once in a step"),
         ("Nothing", "returned NoneType as its loss"),

@@ -72,3 +72,10 @@ def test_a_pipeline_has_two_ranks() -> None:
     PipelineSettings().check_ranks(2)
     with pytest.raises(ValueError, match="at least 2 ranks"):
         PipelineSettings().check_ranks(1)
+
+
+@pytest.mark.parametrize("words", [{"virtual": 2}, {"schedule": "zbv-zero-bubble"}])
+def test_only_single_chunks_are_balanced(words: dict[str, Any]) -> None:
+    assert PipelineSettings(schedule="gpipe", split="balanced").split == "balanced"
+    with pytest.raises(ValueError, match="split='balanced' with schedule="):
+        PipelineSettings(split="balanced", **words)

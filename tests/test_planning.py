@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW
 
 from lightning_recompute import plan_recompute
 from lightning_recompute.errors import BudgetError
-from lightning_recompute.forecast import ParallelSizes
+from lightning_recompute.forecast import Forecast, ParallelSizes
 from lightning_recompute.plan import Keep
 from lightning_recompute.planning import first_microbatch, pareto_plans, policy_forecasts, prices_of, profile_batch
 from lightning_recompute.policy import RecomputePolicy
@@ -182,3 +182,35 @@ def test_a_step_that_is_planned_for_goes_on_as_without() -> None:
         return found
 
     assert losses(plan=True) == losses(plan=False)
+
+
+def test_each_stage_of_a_pipeline_has_its_plan() -> None:
+    module, batch = language(), ids()
+    optimizer = AdamW(module.parameters())
+
+    def planned(budget: int, **options: Any) -> Forecast:
+        parallel = ParallelSizes(pipeline=2)
+        given: dict[str, Any] = {
+            "parallel": parallel,
+            "num_microbatches": ROWS,
+            "optimizer": optimizer,
+            "prices": PRICES,
+        }
+        return plan_recompute(module, batch, budget, **given, **options)
+
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    found = planned(2**30)
+    assert found.plan.num_blocks == NUM_BLOCKS
+    assert [stage.stage for stage in found.stages] == [0, 1]
+    assert [stage.in_flight for stage in found.stages] == [2, 1]
+    assert found.stages[0].blocks[1] == found.stages[1].blocks[0]
+    for stage in found.stages:
+        assert sum(stage.breakdown.values()) == stage.peak_bytes
+    assert "stage" in str(found)
+    with pytest.raises(BudgetError, match="stage 0"):
+        planned(2**10)
+    assert [stage.in_flight for stage in planned(2**30, schedule="gpipe").stages] == [ROWS, ROWS]
+    with pytest.raises(ValueError, match=r"phase_peaks\(\) of 2 stages"):
+        found.phase_peaks()
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 import torch
 from pipeline_models import Toy, cross_entropy, made
 from torch import Tensor, nn
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_recompute.probe import BEFORE, Probe, loss_of, only_list, probe_form, probe_step
 from lightning_recompute.step_form import TensorForm
@@ -98,6 +101,25 @@ def test_models_that_look_at_values_run_for_real() -> None:
     assert form.rows == 5
     assert form.blocks[2].hidden.shape == (5, 12, 32)
     assert form.blocks[2].returned == (TensorForm((5, 12, 32), torch.float64),)
+
+
+def test_what_fake_tensors_cannot_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    class Picky(Toy):
+        def training_step(self, batch: Any) -> Any:
+            if active_fake_mode() is not None:
+                torch.mm(torch.empty(2, 3), torch.empty(2, 3))
+            return super().training_step(batch)
+
+    module, log = Picky(), logging.getLogger(FakeTensorMode.__module__)
+    log.addHandler(caplog.handler)  # torch's loggers hand nothing on
+    try:
+        assert probe_step(module, only_list(module), module.training_step, module.batch(3)).loss is not None
+        assert caplog.records == []
+        with FakeTensorMode(), pytest.raises(RuntimeError):
+            torch.mm(torch.empty(2, 3), torch.empty(2, 3))
+        assert len(caplog.records) == 1, "torch says so elsewhere"
+    finally:
+        log.removeHandler(caplog.handler)
 
 
 def test_nothing_stays() -> None:

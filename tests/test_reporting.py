@@ -12,7 +12,8 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import Callback
 
 from lightning_recompute.callbacks import MemoryReport, ThroughputReport
-from lightning_recompute.reporting import csv_text, enter_around
+from lightning_recompute.files import csv_text
+from lightning_recompute.reporting import enter_around
 
 
 class Owner:

@@ -122,8 +122,9 @@ def test_unit_inputs_are_halved(found: Found) -> None:
         saved = device["held"] - shard["held"]
         assert saved == pytest.approx(DEEP * (whole - part), abs=DEEP * 64)  # a digest, and what aligns it
         assert [results[name][when] for name in results for when in ("after", "dropped")] == [0] * 4
-        # beside the parts there are whole: what is replayed, what is on its way, and what gloo has not let go of
-        assert shard["peak"] <= device["peak"] - saved + 4 * whole
+        # beside the parts there are whole: what is replayed, and the gather on its way, which gloo does in a copy of
+        # its own
+        assert shard["peak"] <= device["peak"] - saved + (1 + 2) * whole + DEEP * 64 < device["peak"]
 
 
 def test_nothing_stays(found: Found) -> None:

@@ -92,6 +92,39 @@ def test_a_shell_looks_like_its_block() -> None:
     assert block.gradient_checkpointing is True
 
 
+def test_a_shell_keeps_hooks_of_the_models_library() -> None:
+    def gather(*given: Any) -> None:
+        seen.append(given[2])
+
+    seen: list[Any] = []
+    gather.__module__ = "transformers.utils.output_capturing"
+    block = made("Toy").blocks[0]
+    block.register_forward_hook(gather)
+    block.register_forward_hook(lambda *given: seen.append("user"))
+    assert shell(block, lambda *args: "run", gathering=True)(1) == "run"
+    assert seen == ["run"]
+
+
+def test_hooks_that_a_step_registers_stay_with_the_blocks() -> None:
+    class Registering(Toy):
+        registered = False
+
+        def training_step(self, batch: Any) -> Any:
+            if not self.registered:
+                for block in self.blocks:
+                    block.register_forward_hook(lambda block, args, output: None)
+                self.registered = True
+            return super().training_step(batch)
+
+    module = Registering()
+    batch = module.batch(2)
+    stages, probe = staged(module, batch, 2, 2)
+    assert [len(block._forward_hooks) for block in module.blocks] == [0] * 4
+    for _ in range(2):
+        stages[0].run(lambda: module.training_step(batch), None, probe.form)
+        assert [len(block._forward_hooks) for block in module.blocks] == [1, 1, 1, 1]
+
+
 def test_errors_leave_nothing_behind() -> None:
     module = made("Toy")
     batch = module.batch(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_recompute.blocks import find_blocks
-from lightning_recompute.untouched import distinct_blocks, preserved_rng, undone
+from lightning_recompute.untouched import distinct_blocks, hook_owner, preserved_rng, undone
 
 
 class Block(nn.Module):
@@ -85,3 +86,37 @@ def test_a_block_that_is_shared_comes_once() -> None:
     block = Block()
     model = nn.Sequential(block, Block(), block)
     assert [name for _, name in distinct_blocks(find_blocks(model))] == ["2", "1"]
+
+
+def test_hooks_of_a_run_do_not_stay() -> None:
+    class Registering(nn.Sequential):
+        """Registers hooks once, as transformers does."""
+
+        registered = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.registered:
+                for block in self:
+                    block.register_forward_hook(lambda *given: calls.append(1))
+                self.registered = True
+            output: Tensor = super().forward(x)
+            return output
+
+    calls: list[int] = []
+    model = Registering(*(Block() for _ in range(3)))
+    own = model[0].register_forward_hook(lambda *given: None)
+    with undone(model, find_blocks(model)):
+        model(torch.randn(5, 4))
+    assert not model.registered
+    calls.clear()
+    model(torch.randn(5, 4))
+    assert len(calls) == 3
+    assert len(model[0]._forward_hooks) == 2
+    own.remove()
+    assert len(model[0]._forward_hooks) == 1
+
+
+def test_whose_a_hook_is() -> None:
+    assert hook_owner(functools.partial(torch.nn.functional.relu, inplace=True)) == "torch"
+    assert hook_owner(lambda *given: None) == __name__.partition(".")[0]
+    assert hook_owner(print) == "builtins"
