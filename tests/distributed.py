@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 NUM_PROCESSES = 2
 LIMIT_SECONDS = 150
-NAP_SECONDS = 0.0005
+NAP_SECONDS = 0.0001
 HERE = Path(__file__).parent
 PRELOADED = ["lightning_modules", "lightning_recompute.strategy"]
 
@@ -121,8 +121,8 @@ def settle_collectives() -> None:
     """From here on, in this process: a collective that was waited for has let go of its buffers.
 
     A thread of gloo may hold them for a moment after it has said that it is done: for how long is a matter of chance,
-    and of the load of the machine, so that measured peaks were, too. A nap lets the thread run first. Two times in
-    some hundred runs a rank without it crashed in native code, near `full_tensor` of what had been sharded.
+    and of the load of the machine, so that measured peaks were, too. Here a wait ends when these threads sleep. Two
+    times in some hundred runs a rank without it crashed in native code, near `full_tensor` of what had been sharded.
     """
     if hasattr(dist.Work.wait, "__wrapped__"):
         return
@@ -130,7 +130,7 @@ def settle_collectives() -> None:
 
     def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = kernel(torch._C.DispatchKey.CompositeExplicitAutograd, tensor)
-        time.sleep(NAP_SECONDS)
+        _let_gloo_sleep()
         return found
 
     wait = dist.Work.wait
@@ -138,11 +138,27 @@ def settle_collectives() -> None:
     @functools.wraps(wait)
     def wait_work(*args: Any, **kwargs: Any) -> bool:
         found = wait(*args, **kwargs)
-        time.sleep(NAP_SECONDS)
+        _let_gloo_sleep()
         return found
 
     dist.Work.wait = wait_work  # type: ignore[method-assign]
     _library().impl("wait_tensor", wait_tensor, "CPU")
+
+
+def _let_gloo_sleep() -> None:
+    """Nap until no thread of gloo runs or waits for a core, seen twice: one that waits for the GIL sleeps, too."""
+    asleep = 0
+    while asleep < 2:
+        time.sleep(NAP_SECONDS)
+        asleep = 0 if any(map(_is_busy_gloo, Path("/proc/self/task").iterdir())) else asleep + 1
+
+
+def _is_busy_gloo(task: Path) -> bool:
+    try:
+        name, rest = (task / "stat").read_text().split("(", 1)[1].rsplit(")", 1)
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return False
+    return name.startswith("pt_gloo") and rest.split()[0] == "R"
 
 
 @functools.cache
