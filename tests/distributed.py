@@ -27,6 +27,7 @@ NUM_PROCESSES = 2
 LIMIT_SECONDS = 150
 NAP_SECONDS = 0.0001
 HERE = Path(__file__).parent
+_STATS: dict[str, int] = {}  # by thread: where the system says what it does
 PRELOADED = ["lightning_modules", "lightning_recompute.strategy"]
 
 
@@ -150,15 +151,20 @@ def _let_gloo_sleep() -> None:
     asleep = 0
     while asleep < 2:
         time.sleep(NAP_SECONDS)
-        asleep = 0 if any(map(_is_busy_gloo, Path("/proc/self/task").iterdir())) else asleep + 1
+        asleep = 0 if any(_is_busy_gloo(task) for task in os.listdir("/proc/self/task")) else asleep + 1
 
 
-def _is_busy_gloo(task: Path) -> bool:
+def _is_busy_gloo(task: str) -> bool:
+    """Whether a thread of this process is gloo's and has something to do: its files stay open, for speed."""
     try:
-        name, rest = (task / "stat").read_text().split("(", 1)[1].rsplit(")", 1)
+        if task not in _STATS:
+            _STATS[task] = os.open(f"/proc/self/task/{task}/stat", os.O_RDONLY)
+        name, rest = os.pread(_STATS[task], 200, 0).split(b"(", 1)[1].rsplit(b")", 1)
     except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        if task in _STATS:
+            os.close(_STATS.pop(task))
         return False
-    return name.startswith("pt_gloo") and rest.split()[0] == "R"
+    return name.startswith(b"pt_gloo") and rest.split()[0] == b"R"
 
 
 @functools.cache
