@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -30,6 +30,7 @@ def balanced_settings(
     settings: PipelineSettings,
     groups: ParallelGroups,
     *,
+    data_parallel: Literal["replicate", "shard"] = "replicate",
     blocks: str | Sequence[str] | None = None,
     optimizers: Sequence[Optimizer] = (),
     budget_bytes: int | None = None,
@@ -47,6 +48,7 @@ def balanced_settings(
         example: A batch.
         settings: What the user said.
         groups: The groups of this process.
+        data_parallel: What the ranks that divide the data will hold: all of a stage, or parts of it.
         blocks: Where the blocks are; see `find_blocks`.
         optimizers: That train the module.
         budget_bytes: What the peak of each rank may be: blocks are divided together with the plans that keep it. None:
@@ -82,6 +84,8 @@ def balanced_settings(
                 schedule=settings.schedule,
                 num_microbatches=number,
                 split="balanced",
+                data=groups.size("data"),
+                data_parallel=data_parallel,
             )
             lengths = list(divide(measured, layout, number, budget_bytes or _NO_LIMIT).lengths)
             measured.profile.release()

@@ -114,8 +114,10 @@ class Budget:
         if isinstance(trainer.strategy, GroupedStrategy):
             stages = trainer.strategy.stage_budget(batch, batch_idx)
             if stages is not None:
-                of_all = stages.plan(limit, below=below)
-                stages.release()
+                try:
+                    of_all = stages.plan(limit, below=below)
+                finally:
+                    stages.release()
                 return self._keep(of_all, batch)
         profile = profile_training_step(trainer, module, batch, batch_idx, blocks)
 

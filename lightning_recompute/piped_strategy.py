@@ -32,6 +32,7 @@ from lightning_recompute.pipeline_settings import PipelineSettings, settled_sche
 from lightning_recompute.probe import Step, only_list
 from lightning_recompute.sharded_checkpoint import is_remote, local_path
 from lightning_recompute.stage_budget import StageBudget
+from lightning_recompute.stage_memory import Window
 from lightning_recompute.stage_optimizers import StageOptimizers
 from lightning_recompute.stages import IN_ORDER
 from lightning_recompute.tried_step import LONE_STEP, TriedStep
@@ -143,6 +144,7 @@ class PipedStrategy(GroupedStrategy):
                 batch,
                 settings,
                 self._groups,
+                data_parallel=self.settings.data,
                 blocks=self.block_names,
                 optimizers=optimizers_of(self._module.trainer),
                 budget_bytes=self.rank_budget_bytes(),
@@ -183,9 +185,11 @@ class PipedStrategy(GroupedStrategy):
             self._step_of(batch_idx),
             batch,
             optimizers=optimizers_of(trainer),
-            accumulating=accumulates(trainer, module),
-            keeps_gradients=not self._zeroes_as_usual()
-            or (accumulates(trainer, module) and type(module).backward is not pl.LightningModule.backward),
+            window=Window(
+                accumulating=accumulates(trainer, module),
+                keeps_former=not self._zeroes_as_usual(),
+                in_place=type(module).backward is pl.LightningModule.backward,
+            ),
             tried=self._tried_stage(),
             agreement=Agreement(self.root_device, *shared) if shared else ALONE,
         )

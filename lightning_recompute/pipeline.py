@@ -9,7 +9,7 @@ process. What user code counts or prints before the blocks it does once a stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from lightning_recompute.pipeline_settings import PipelineSettings, settled_sche
 from lightning_recompute.pipeline_step import Alone, Running, Work
 from lightning_recompute.probe import Probe, Step, loss_of, only_list, probe_form, probe_step
 from lightning_recompute.schedule_actions import SPLITTING
+from lightning_recompute.stage_memory import ShardedBytes
 from lightning_recompute.stages import Stage
 from lightning_recompute.step_form import StepForm, TensorForm
 
@@ -215,6 +216,14 @@ class PipelineModule:
         finally:
             self._checked = former
             del self._work
+
+    def sharded_bytes(self) -> ShardedBytes | None:
+        """What sharding makes of this rank's parameters; None: they are not sharded."""
+        return None
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Within, what this rank owns is whole, where it is sharded."""
+        return nullcontext()
 
     def schedule_of(self, num_microbatches: int) -> str:
         """The schedule that runs so many microbatches.

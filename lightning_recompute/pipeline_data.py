@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -21,13 +22,19 @@ from torch.optim import Optimizer
 from lightning_recompute.clipping import clip_norm
 from lightning_recompute.data_parallel import DataParallel, Given, Replicated, Result
 from lightning_recompute.groups import ParallelGroups
+from lightning_recompute.ledger import allocated_bytes
+from lightning_recompute.memory import open_meter
 from lightning_recompute.microbatches import Weight
 from lightning_recompute.pipeline import PipelineModule
 from lightning_recompute.pipeline_settings import PipelineSettings
 from lightning_recompute.pipeline_step import Alone
 from lightning_recompute.probe import Step
 from lightning_recompute.sharding import Sharded, shard
+from lightning_recompute.stage_memory import ShardedBytes
 from lightning_recompute.whole import make_whole
+
+# a backend may let go of a buffer late, by chance: the least is what it takes
+_TRIES = 2
 
 
 class ReplicatedStages(Replicated):
@@ -40,6 +47,8 @@ class ShardedStages(Sharded):
     """Every data rank holds a part of each parameter that its place in the pipeline holds."""
 
     reduces_in_backward = False
+
+    _num_gathered = 0
 
     def _enter_by_own_hooks(self) -> None:
         # torch's hooks would gather and reduce for each microbatch, and take one chunk's backward for the whole
@@ -58,15 +67,61 @@ class ShardedStages(Sharded):
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Within, the module has whole parameters; collective."""
-        units: list[Any] = [state._modules[0] for state in self._states]
+        """Within, the module has whole parameters; collective, but inside of another one."""
+        units: list[Any] = [] if self._num_gathered else [state._modules[0] for state in self._states]
+        self._num_gathered += 1
         try:
             for unit in units:
                 unit.unshard()
             yield
         finally:
+            self._num_gathered -= 1
             for unit in units:
                 unit.reshard()
+
+    def measure(self, device: torch.device) -> ShardedBytes:
+        """What gathering and reducing take, tried with gradients of zeros; collective.
+
+        Args:
+            device: Where the parameters are.
+        """
+        former = [(parameter, parameter.grad) for parameter in self.module.parameters()]
+        try:
+            tries = [self._measured(device) for _ in range(_TRIES)]
+        finally:
+            for parameter, gradient in former:
+                parameter.grad = gradient
+        return replace(
+            tries[-1],
+            gathering_bytes=min(each.gathering_bytes for each in tries),
+            reducing_bytes=min(each.reducing_bytes for each in tries),
+        )
+
+    def _measured(self, device: torch.device) -> ShardedBytes:
+        shards = list(self.module.parameters())
+        for parameter in shards:
+            parameter.grad = None
+        with self.trying(), contextlib.closing(open_meter(device)) as meter, meter.watching():
+            before = meter.live_bytes
+            with self.gathered():
+                gathering = meter.peak_bytes - before
+                whole = list(self.module.parameters())
+                trained = [parameter for parameter in whole if parameter.requires_grad]
+                for parameter in trained:
+                    parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+                apart = set(shards)
+                whole_bytes = allocated_bytes([parameter for parameter in whole if parameter not in apart], device)
+            meter.reset_peak()
+            self.finish()
+            reducing = meter.peak_bytes - before
+        gathered = set(whole)
+        return ShardedBytes(
+            allocated_bytes([parameter for parameter in shards if parameter not in gathered], device),
+            whole_bytes,
+            allocated_bytes([parameter.grad for parameter in shards if parameter.grad is not None], device),
+            gathering,
+            reducing,
+        )
 
     def before_backward(self, loss: Tensor) -> None:
         """Nothing is due: backward has run."""
@@ -174,11 +229,20 @@ class SpreadPipeline(PipelineModule):
         with contextlib.nullcontext() if self._data is None else self._data.no_sync():
             yield
 
+    def sharded_bytes(self) -> ShardedBytes | None:
+        """What sharding makes of this rank's parameters; None where they are not sharded. Collective over `data`."""
+        return self._data.measure(self.device) if isinstance(self._data, ShardedStages) else None
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Within, what this rank owns is whole, where it is sharded; collective over `data`."""
+        with self._data.gathered() if isinstance(self._data, ShardedStages) else contextlib.nullcontext():
+            yield
+
     @contextlib.contextmanager
     def alone(self, step: Step, batch: Any) -> Iterator[Alone]:
         """The forwards of a training step, one by one; see `PipelineModule.alone`. Sharded, it is collective."""
-        gathered = self._data.gathered() if isinstance(self._data, ShardedStages) else contextlib.nullcontext()
-        with gathered, super().alone(step, batch) as found:
+        with self.gathered(), super().alone(step, batch) as found:
             yield found
 
     def evaluate(self, step: Step, batch: Any, *, kind: str = "validation", num_microbatches: int = 1) -> list[Any]:

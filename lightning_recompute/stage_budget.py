@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from lightning_recompute.pipeline import PipelineModule
 from lightning_recompute.plan import RecomputePlan
 from lightning_recompute.probe import Step
 from lightning_recompute.stage_forecast import PipelineForecast, phase_peaks, rank_forecast, whole_plan
+from lightning_recompute.stage_memory import ONE_BATCH, Window
 from lightning_recompute.stage_options import Prices
 from lightning_recompute.stage_profile import StageProfile, profile_stage
 from lightning_recompute.stage_search import StageSearch
@@ -28,16 +30,14 @@ Found = TypeVar("Found")
 class StageBudget:
     """Plans of one rank of a pipeline, and forecasts of all; every method is collective over the world.
 
-    An error of one rank ends all, with its reason.
+    An error of one rank ends all, with its reason. What is sharded is gathered until `release`.
 
     Args:
         pipeline: The divided module, in training mode, with no plan applied.
         step: Runs the training step on a microbatch; see `PipelineModule.run`.
         batch: As for `PipelineModule.run`.
         optimizers: That train the parameters of this rank; none has to have taken a step.
-        accumulating: Whether an optimizer step follows several batches.
-        keeps_gradients: Whether gradients that are there before a step stay aside while it makes others: those of the
-            step before, where they are not dropped, and of earlier batches, where nothing is added in place.
+        window: How gradients come together until the optimizers step.
         tried: How a chunk's part of a step is run, where several ranks share this stage.
         agreement: With the ranks that share this stage.
         prices: Count time by these. None: blocks are timed on their device.
@@ -54,29 +54,34 @@ class StageBudget:
         batch: Any,
         *,
         optimizers: Iterable[Optimizer] = (),
-        accumulating: bool = False,
-        keeps_gradients: bool = False,
+        window: Window = ONE_BATCH,
         tried: TriedStep = LONE_STEP,
         agreement: Agreement = ALONE,
         prices: Prices | None = None,
     ) -> None:
         self._pipeline = pipeline
-
+        self._gathered = ExitStack()
         self.profile: StageProfile
 
         def measure() -> None:
+            sharded = pipeline.sharded_bytes()
+            self._gathered.enter_context(pipeline.gathered())
             self.profile = profile_stage(
                 pipeline,
                 step,
                 batch,
                 optimizers=optimizers,
-                accumulating=accumulating,
-                keeps_gradients=keeps_gradients,
+                window=window,
                 tried=tried,
                 agreement=agreement,
+                sharded=sharded,
             )
 
-        self._on_all(measure)
+        try:
+            self._on_all(measure)
+        except BaseException:
+            self._gathered.close()
+            raise
         self._search = StageSearch(self.profile, prices)
 
     def plan(self, budget_bytes: int, *, below: RecomputePlan | None = None) -> PipelineForecast:
@@ -126,6 +131,7 @@ class StageBudget:
     def release(self) -> None:
         """Let go of the tensors that blocks were called with; other plans can then be forecast no longer."""
         self.profile.release()
+        self._gathered.close()
 
     # ---- what ranks tell each other
 

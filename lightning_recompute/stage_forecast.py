@@ -50,7 +50,7 @@ def rank_forecast(profile: StageProfile, plan: RecomputePlan, extra_seconds: flo
     level = highest(found)
     statics = profile.statics
     breakdown = {
-        "parameters": statics.parameters_bytes,
+        "parameters": statics.parameters_bytes + level.gathered_bytes,
         "optimizer": statics.optimizer_bytes,
         "batch": statics.batch_bytes,
         "other": statics.other_bytes,
@@ -79,10 +79,12 @@ def phase_peaks(profile: StageProfile, plan: RecomputePlan) -> dict[str, int]:
         profile: What was measured.
         plan: For all blocks of the model.
     """
-    run = [level for level in profile.levels(plan) if not level.name.startswith("optimizer")]
+    after = profile.after_run()
+    run = [level for level in profile.levels(plan) if level not in after]
+    reduction = [level.num_bytes for level in after if level.name.startswith("reduction")]
     peaks = {
         "forward": highest(run).num_bytes,
-        "backward": profile.gradients.all_bytes,
+        "backward": max(profile.gradients.all_bytes, *reduction, 0),
         "optimizer": profile.optimizer_bytes,
     }
     return {phase: profile.statics.num_bytes + peak for phase, peak in peaks.items()}

@@ -95,6 +95,44 @@ class ChunkMemory:
 
 
 @dataclass(frozen=True)
+class Window:
+    """How gradients come together until an optimizer steps.
+
+    Args:
+        accumulating: Whether it steps after several batches.
+        keeps_former: Whether gradients of the step before stay aside while a step makes others.
+        in_place: Whether a later batch adds to the gradients of earlier ones at once. Else these stay aside meanwhile.
+    """
+
+    accumulating: bool = False
+    keeps_former: bool = False
+    in_place: bool = True
+
+
+ONE_BATCH = Window()
+"""Of an optimizer that steps after each batch."""
+
+
+@dataclass(frozen=True)
+class ShardedBytes:
+    """What sharding makes of a rank's parameters and gradients, and what it takes to gather and to reduce them.
+
+    Args:
+        shards_bytes: Of parameters, all the time.
+        whole_bytes: The same parameters gathered, while a schedule runs.
+        gradients_bytes: Gradients between steps: shards, and those of parameters that are not sharded.
+        gathering_bytes: The most while parameters are gathered, the whole ones included.
+        reducing_bytes: The most while gradients are reduced, those before and after it included.
+    """
+
+    shards_bytes: int
+    whole_bytes: int
+    gradients_bytes: int
+    gathering_bytes: int
+    reducing_bytes: int
+
+
+@dataclass(frozen=True)
 class StageLevel:
     """Bytes of a rank at one moment of a step, besides parameters, optimizer state and batch.
 
@@ -105,7 +143,8 @@ class StageLevel:
         passing_bytes: Hidden states and gradients on their way.
         running_bytes: All of the microbatch that runs.
         in_flight: Microbatches of all chunks that are held, the running one included.
-        name: Of what comes after all actions.
+        gathered_bytes: Whole parameters beside this rank's shards of them.
+        name: Of what comes before or after all actions.
     """
 
     action: RankAction | None
@@ -114,12 +153,13 @@ class StageLevel:
     passing_bytes: int = 0
     running_bytes: int = 0
     in_flight: int = 0
+    gathered_bytes: int = 0
     name: str = ""
 
     @property
     def num_bytes(self) -> int:
         """All of it."""
-        return self.gradient_bytes + self.waiting_bytes + self.passing_bytes + self.running_bytes
+        return self.gradient_bytes + self.waiting_bytes + self.passing_bytes + self.running_bytes + self.gathered_bytes
 
 
 MemoryOf = Callable[[int, int], ChunkMemory]

@@ -34,12 +34,15 @@ from lightning_recompute.skeleton import SHELL
 from lightning_recompute.split_memory import measure_split
 from lightning_recompute.stage_memory import (
     KINDS,
+    ONE_BATCH,
     ChunkMemory,
     Kind,
     RankAction,
     RankGradients,
+    ShardedBytes,
     SplitMemory,
     StageLevel,
+    Window,
     stage_levels,
 )
 from lightning_recompute.timeline import Level, levels
@@ -126,8 +129,8 @@ class StageProfile:
         optimizer: What the optimizers need.
         gradients: Of a step that drops those of the step before.
         tied_bytes: Gradients of parameters that other ranks have too: of all of them, and of the largest.
-        accumulating: Whether an optimizer step follows several batches.
-        keeps_gradients: Whether gradients that are there before a step stay aside while it makes others.
+        window: How gradients come together until the optimizers step.
+        sharded: What sharding makes of parameters and gradients; None where they are not sharded.
     """
 
     def __init__(
@@ -142,8 +145,8 @@ class StageProfile:
         optimizer: OptimizerCost,
         gradients: RankGradients,
         tied_bytes: tuple[int, int],
-        accumulating: bool,
-        keeps_gradients: bool = False,
+        window: Window = ONE_BATCH,
+        sharded: ShardedBytes | None = None,
     ) -> None:
         self.division = division
         self.rank = rank
@@ -155,8 +158,8 @@ class StageProfile:
         self.optimizer = optimizer
         self.gradients = gradients
         self.tied_bytes = tied_bytes
-        self.accumulating = accumulating
-        self.keeps_gradients = keeps_gradients
+        self.window = window
+        self.sharded = sharded
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -186,24 +189,44 @@ class StageProfile:
 
         made = self.gradients.all_bytes
         tied, largest = self.tied_bytes
-        if self.keeps_gradients:
-            windows = [replace(self.gradients, former_bytes=made)]
-        elif self.accumulating:
-            windows = [self.gradients, replace(self.gradients, former_bytes=tied, accumulating=True)]
-        else:
-            windows = [self.gradients]
-        steps = (stage_levels(self.schedule, self.actions, memory_of, window) for window in windows)
+        batches = [replace(self.gradients, former_bytes=self._former_bytes)]
+        if self.window.accumulating:
+            in_place = self.window.in_place
+            batches.append(replace(self.gradients, former_bytes=tied if in_place else made, accumulating=in_place))
+        steps = (stage_levels(self.schedule, self.actions, memory_of, gradients) for gradients in batches)
         result = [level for step in steps for level in step]
-        aside = max(window.former_bytes for window in windows)
-        ends = [StageLevel(None, self.optimizer_bytes, name="optimizer step")]
+        aside = max(gradients.former_bytes for gradients in batches)
         if tied:
-            ends.append(StageLevel(None, made + aside + largest, name="sum of the gradients of tied parameters"))
-        return [*result, *ends]
+            result.append(StageLevel(None, made + aside + largest, name="sum of the gradients of tied parameters"))
+        if self.sharded is not None:
+            result = [replace(level, gathered_bytes=self.sharded.whole_bytes) for level in result]
+            there = made if self.window.accumulating else aside
+            result.append(StageLevel(None, there, self.sharded.gathering_bytes, name="gathering of parameters"))
+        return [*result, *self.after_run()]
+
+    def after_run(self) -> list[StageLevel]:
+        """What comes when a schedule has run: gradients are reduced, the optimizer steps."""
+        found = [StageLevel(None, self.optimizer_bytes, name="optimizer step")]
+        if self.sharded is not None:
+            made = self.gradients.all_bytes
+            working = self.sharded.reducing_bytes - made
+            found.append(StageLevel(None, made + self._former_bytes, working, name="reduction of gradients"))
+        return found
+
+    @property
+    def _former_bytes(self) -> int:
+        """Gradients of the step before, which stay while a step makes others."""
+        return self.left_bytes if self.window.keeps_former else 0
+
+    @property
+    def left_bytes(self) -> int:
+        """Gradients between steps."""
+        return self.gradients.all_bytes if self.sharded is None else self.sharded.gradients_bytes
 
     @property
     def optimizer_bytes(self) -> int:
         """The most in the optimizer's step, without the statics."""
-        return self.gradients.all_bytes + self.optimizer.transient_bytes
+        return self.left_bytes + self.optimizer.transient_bytes
 
     def peak_bytes(self, plan: RecomputePlan) -> int:
         """The peak of a step under a plan, statics included.
@@ -226,14 +249,15 @@ def profile_stage(
     batch: Any,
     *,
     optimizers: Iterable[Optimizer] = (),
-    accumulating: bool = False,
-    keeps_gradients: bool = False,
+    window: Window = ONE_BATCH,
     tried: TriedStep = LONE_STEP,
     agreement: Agreement = ALONE,
+    sharded: ShardedBytes | None = None,
 ) -> StageProfile:
     """Measure this rank's chunks on a batch.
 
-    Not collective over the pipeline; the ranks that share a stage do it together. Afterwards parameters, gradients,
+    Not collective over the pipeline; the ranks that share a stage do it together. What is sharded has to be gathered,
+    until nothing more is asked of the profile. Afterwards parameters, gradients,
     buffers, random streams, modes and hooks are what they were.
 
     Args:
@@ -241,11 +265,10 @@ def profile_stage(
         step: Runs the training step on a microbatch; see `PipelineModule.run`.
         batch: As for `PipelineModule.run`.
         optimizers: That train the parameters of this rank.
-        accumulating: Whether an optimizer step follows several batches.
-        keeps_gradients: Whether gradients that are there before a step stay aside while it makes others: those of the
-            step before, where they are not dropped, and of earlier batches, where nothing is added in place.
+        window: How gradients come together until the optimizers step.
         tried: How a chunk's part of a step is run.
         agreement: With the ranks that share this stage.
+        sharded: What sharding makes of parameters and gradients; None where they are not sharded.
 
     Raises:
         ValueError: What `profile_step` refuses.
@@ -273,8 +296,9 @@ def profile_stage(
     used = [parameter for name, parameter in trained.items() if pipeline.ownership.users[name]]
     tied = [allocated_bytes([trained[name]], pipeline.device) for name in pipeline.ownership.tied if name in trained]
     optimizer = measure_optimizers(optimizers)
+    gathered = 0 if sharded is None else sharded.whole_bytes - sharded.shards_bytes
     statics = Statics(
-        allocated_bytes([*module.parameters(), *module.buffers()], pipeline.device),
+        allocated_bytes([*module.parameters(), *module.buffers()], pipeline.device) - gathered,
         optimizer.state_bytes,
         allocated_bytes(tensors_of(batch), pipeline.device),
         SCALARS_BYTES + (torch.get_rng_state().nbytes if pipeline.device.type == "cpu" else 0),
@@ -290,8 +314,8 @@ def profile_stage(
         optimizer,
         RankGradients(by_chunk, allocated_bytes(used, pipeline.device)),
         (sum(tied), max(tied, default=0)),
-        accumulating,
-        keeps_gradients,
+        window,
+        sharded,
     )
 
 

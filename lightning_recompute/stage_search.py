@@ -177,12 +177,17 @@ class StageSearch:
             self._candidates[chunk] = [] if profile is None else candidates(profile, self._prices)
         return self._candidates[chunk]
 
+    def _static_bytes(self) -> int:
+        """What is there all the time while the schedule runs, whole parameters and gradients included."""
+        gathered = 0 if self.profile.sharded is None else self.profile.sharded.whole_bytes
+        return self.profile.statics.num_bytes + self.profile.gradients.all_bytes + gathered
+
     def _options(self, place: int) -> StageOptions:
         chunk = self.profile.chunks[place]
         profile = self.profile.profile_of(chunk)
         most = max(vector[place] for vector in self._vectors)
         # what is alive besides at most: of the whole rank counted with its first chunk
-        static = (self.profile.statics.num_bytes + self.profile.gradients.all_bytes) if place == 0 else 0
+        static = self._static_bytes() if place == 0 else 0
         start, stop = self.profile.division.bounds[chunk]
         if profile is None:
             nothing = ((Option(0, 0.0),),) * (stop - start)

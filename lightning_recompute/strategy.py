@@ -69,9 +69,9 @@ class RecomputeStrategy(PipedStrategy):
         memory_budget: Choose the fastest plan whose peak keeps this budget, from a measurement on the first batch: a
             size (`22GiB`), a number of bytes, or a fraction of the device (0.9; of a CPU, of what the process may use,
             divided by the processes of the run on this machine). With several processes it is what each of them may
-            need, all get the same plan, and where blocks are sharded a unit is one block. The plan and its predicted
-            peak are logged; a larger batch is planned for anew. Excludes the six words above: each has to be left at
-            its default.
+            need, and all get the same plan, where blocks are sharded with one block as a unit; stages of a pipeline
+            get a plan each. The plan and its predicted peak are logged; a larger batch is planned for anew. Excludes
+            the six words above: each has to be left at its default.
         plan: An explicit plan, or the path of one that a run wrote (`plan.yaml`). Excludes the six words and
             `memory_budget`.
         tensor_parallel_size: Ranks that share each layer; the others divide the data. The module says how its layers
@@ -219,12 +219,6 @@ class RecomputeStrategy(PipedStrategy):
         self._step: tuple[Any, int] | None = None
         self._attempts = Attempts(self._tighten)
         self._session = RecomputeSession(policy, plan, blocks, check, memory_budget)
-        if memory_budget is not None and pipeline_parallel_size > 1 and data_parallel == "shard":
-            raise ValueError(
-                f"memory_budget={memory_budget!r} with pipeline_parallel_size={pipeline_parallel_size} and "
-                "data_parallel='shard': the peak of stages whose parameters are sharded is not predicted. Take "
-                "data_parallel='replicate', or give the six words or a plan"
-            )
         if distribute_saved_activations and (tensor_parallel_size == 1 or sequence_parallel):
             found = "sequence_parallel=True" if sequence_parallel else "tensor_parallel_size=1"
             raise ValueError(

@@ -30,11 +30,13 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
     4: {
         "tp2 sp": {"memory_budget": 9 * MIB, "tensor_parallel_size": 2, "sequence_parallel": True},
         "dp2": {"memory_budget": 9 * MIB},
+        "shard, roomy": {"memory_budget": 64 * MIB, "data_parallel": "shard"},
+        "shard": {"memory_budget": 6 * MIB, "data_parallel": "shard"},
+        "shard, interleaved": {"memory_budget": 6 * MIB, "data_parallel": "shard", "virtual_pipeline_size": 2},
+        "shard, zbv": {"memory_budget": 8 * MIB, "data_parallel": "shard", "schedule": "zbv-zero-bubble"},
+        "shard, balanced": {"memory_budget": 6 * MIB, "data_parallel": "shard", "split": "balanced"},
+        "shard, watched": {"memory_budget": 8 * MIB, "data_parallel": "shard"},
     },
-}
-SHARES: dict[str, dict[str, Any]] = {
-    "dp2 shard": {"data_parallel": "shard"},
-    "dp2 shard, virtual": {"data_parallel": "shard", "virtual_pipeline_size": 2},
 }
 
 
@@ -55,6 +57,12 @@ class Beside(pl.Callback):
         held = [tensor for tensor in (*parameters, *gradients, *states) if isinstance(tensor, torch.Tensor)]
         self.num_bytes = self.meter.live_bytes - allocated_bytes(held)
         self.meter.close()
+
+
+class Watches(pl.Callback):
+    """Sees the last step's gradients once more, which so are there while the next step makes others."""
+
+    def on_before_zero_grad(self, *_: Any) -> None: ...
 
 
 class Plans(pl.Callback):
@@ -99,18 +107,13 @@ def run(folder: Path, words: dict[str, Any], *callbacks: pl.Callback, rows: int 
     return trainer
 
 
-def fit(folder: Path, words: dict[str, Any]) -> dict[str, Any]:
+def fit(folder: Path, words: dict[str, Any], *callbacks: pl.Callback) -> dict[str, Any]:
     report, plans, beside = MemoryReport(), Plans(), Beside()
-    trainer = run(folder, words, report, plans, beside)
+    trainer = run(folder, words, report, plans, beside, *callbacks)
     measured = {row["rank"]: row["peak_bytes"] for row in report.rows if row["phase"] == "forward"}
     loss = float(trainer.callback_metrics["train_loss"])
     peaks = [measured[rank] for rank in sorted(measured)]
     return plans.found | {"measured": peaks, "loss": loss, "beside": beside.num_bytes}
-
-
-def share(folder: Path, words: dict[str, Any]) -> int:
-    run(folder, words, beside := Beside())
-    return beside.num_bytes
 
 
 def refusal(folder: Path) -> str:
@@ -125,9 +128,7 @@ def check_all(folder: Path) -> dict[str, Any]:
     settle_collectives()
     found: dict[str, Any] = {}
     for name, words in CASES[world_size()].items():
-        found[name] = fit(folder, words)
+        found[name] = fit(folder, words, *([Watches()] if name.endswith("watched") else []))
     if world_size() == 2:
         found["refused"] = refusal(folder)
-    else:
-        found["beside"] = {name: share(folder, words) for name, words in SHARES.items()}
     return found

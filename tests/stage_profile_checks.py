@@ -25,6 +25,7 @@ from lightning_recompute.plan import Action, RecomputePlan
 from lightning_recompute.policy import RecomputePolicy
 from lightning_recompute.recompute import apply_recompute
 from lightning_recompute.stage_budget import StageBudget
+from lightning_recompute.stage_memory import Window
 from lightning_recompute.stage_search import StageSearch
 
 VOCABULARY, WIDTH, LENGTH, NUM_HEADS = 256, 64, 64, 4
@@ -88,8 +89,7 @@ class Piped:
             self.step,
             self.batch,
             optimizers=[self.optimizer],
-            accumulating=accumulate > 1,
-            keeps_gradients=keeps_gradients,
+            window=Window(accumulating=accumulate > 1, keeps_former=keeps_gradients),
         )
 
     def step(self, batch: Any) -> Any:
