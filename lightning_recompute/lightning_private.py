@@ -1,8 +1,8 @@
 """The data-parallel half of the strategy, and with it every private name of Lightning that we lean on.
 
 Lightning keeps launchers, process groups, forward redirection and the strategy's own hooks behind an
-underscore, and only documents them by its own strategies. They are used here and nowhere else, so that a
-release that moves one breaks this file and its test, not training.
+underscore, and only documents them by its own strategies. They are used here (those of signals in
+`signal_to_end`) and nowhere else, so that a release that moves one breaks this file and its test, not training.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_recompute.materialize import move_values
+from lightning_recompute.signal_to_end import SignalToEnd
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 Value = TypeVar("Value")
@@ -120,6 +121,7 @@ class ReplicatedStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._forward_redirection = ForwardRedirection()
         self._synchronized_layers = False
+        self._signal: SignalToEnd | None = None
 
     # ---- who we are -------------------------------------------------------------------------------------
 
@@ -225,6 +227,8 @@ class ReplicatedStrategy(ParallelStrategy):
         assert self.model is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self.has_peers:
+            self._signal = SignalToEnd(trainer, self.root_device)
         if fitting and self.has_peers and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
             self._synchronized_layers = True
@@ -280,6 +284,9 @@ class ReplicatedStrategy(ParallelStrategy):
     def teardown(self) -> None:
         """Unwrap the module, bring it back to the CPU and release what the run held."""
         self.model = self.lightning_module
+        if self._signal is not None:
+            self._signal.remove()
+            self._signal = None
         if self._synchronized_layers:
             assert self._layer_sync is not None
             assert self.model is not None
