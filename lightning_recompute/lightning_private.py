@@ -227,7 +227,7 @@ class ReplicatedStrategy(ParallelStrategy):
         assert self.model is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting and self.has_peers:
+        if fitting and self.has_peers and SignalToEnd.is_due(trainer):
             self._signal = SignalToEnd(trainer, self.root_device)
         if fitting and self.has_peers and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)

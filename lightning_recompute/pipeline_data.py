@@ -47,7 +47,6 @@ class ShardedStages(Sharded):
     """Every data rank holds a part of each parameter that its place in the pipeline holds."""
 
     reduces_in_backward = False
-
     _num_gathered = 0
 
     def _enter_by_own_hooks(self) -> None:

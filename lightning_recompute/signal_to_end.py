@@ -36,6 +36,11 @@ class SignalToEnd:
         object.__setattr__(self._loop.epoch_loop, "_broadcast_sigterm_tensor", self._before_batch)
         object.__setattr__(self._loop, "on_advance_end", self._end_of_epoch)
 
+    @staticmethod
+    def is_due(trainer: pl.Trainer) -> bool:
+        """Whether this Lightning's processes tell each other of signals."""
+        return hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor")
+
     def remove(self) -> None:
         """Give the Trainer its own methods back; a second call does nothing."""
         vars(self._connector).pop("_sigterm_notifier_fn", None)

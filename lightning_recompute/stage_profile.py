@@ -257,8 +257,8 @@ def profile_stage(
     """Measure this rank's chunks on a batch.
 
     Not collective over the pipeline; the ranks that share a stage do it together. What is sharded has to be gathered,
-    until nothing more is asked of the profile. Afterwards parameters, gradients,
-    buffers, random streams, modes and hooks are what they were.
+    until nothing more is asked of the profile. Afterwards parameters, gradients, buffers, random streams, modes and
+    hooks are what they were.
 
     Args:
         pipeline: The divided module, in training mode, with no plan applied.
