@@ -15,8 +15,9 @@ from lightning_recompute.pipeline_layout import Layout
 from lightning_recompute.plan import Action, Full, Keep, RecomputePlan, Selective
 from lightning_recompute.planner import smallest_peak
 from lightning_recompute.policy import RecomputePolicy
+from lightning_recompute.rank_solver import PartChoices
 from lightning_recompute.settings import setting, usual_settings
-from lightning_recompute.stage_plans import PartChoices, PipelinePlan
+from lightning_recompute.stage_plans import PipelinePlan
 from lightning_recompute.staged_model import StagedModel, divide, stage_model
 from lightning_recompute.step_memory import in_words
 
@@ -184,7 +185,7 @@ def forecast_ranks(
         if found is not None:
             best = found.name
             beside[found.name] = found
-    choices = _by_part(staged, chosen)
+    choices = staged.pipeline.by_part([rank.choices for rank in chosen.ranks])
     return LayoutForecast(
         staged,
         device,
@@ -288,14 +289,6 @@ def _best(staged: StagedModel, every: Mapping[str, list[PartChoices]], budget_by
     fitting = sorted((name for name, choices in every.items() if fits(choices)), key=extra)
     plans = [staged.with_choices(every[name], name) for name in fitting[:_SIMULATED]]
     return min(plans, key=lambda plan: plan.step.seconds, default=None)
-
-
-def _by_part(staged: StagedModel, plan: PipelinePlan) -> list[PartChoices]:
-    found: list[PartChoices] = [()] * len(staged.parts)
-    for rank in plan.ranks:
-        for part, chosen in zip(staged.pipeline.parts_of(rank.rank), rank.choices, strict=True):
-            found[part] = chosen
-    return found
 
 
 # ---- what is found

@@ -244,11 +244,7 @@ def _stage_rows(view: LayoutForecast) -> Iterator[Mapping[str, Any]]:
 
 def _block_rows(view: LayoutForecast) -> Iterator[Mapping[str, Any]]:
     names = view.staged.measured.profile.names
-    choices = {
-        part: chosen
-        for rank in view.chosen.ranks
-        for part, chosen in zip(view.staged.pipeline.parts_of(rank.rank), rank.choices, strict=True)
-    }
+    choices = view.staged.pipeline.by_part([rank.choices for rank in view.chosen.ranks])
     for number, part in enumerate(view.staged.parts):
         for index, choice in enumerate(choices[number][1:-1]):
             if choice is not None:

@@ -19,6 +19,7 @@ from lightning_recompute.ledger import allocated_bytes
 from lightning_recompute.measured_model import MeasuredModel
 from lightning_recompute.pipeline_costs import Part, RankStatics, Surroundings, gradients_of_units
 from lightning_recompute.planner import smallest_peak
+from lightning_recompute.rank_solver import PartChoices, RankSolver
 from lightning_recompute.schedule_actions import place, rank_actions
 from lightning_recompute.stage_memory import (
     KIND_WORDS,
@@ -32,7 +33,7 @@ from lightning_recompute.stage_memory import (
     highest,
     stage_levels,
 )
-from lightning_recompute.stage_plans import PartChoices, PipelineCosts, RankSolver
+from lightning_recompute.stage_plans import PipelineCosts
 from lightning_recompute.units import format_bytes
 
 _STEPS = 8

@@ -6,25 +6,19 @@ least extra time. In the steady state only the slowest rank sets the pace; what 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_recompute.cost import StageCosts, extra_seconds, live_vectors, peak_bytes, segments
+from lightning_recompute.cost import StageCosts, extra_seconds, live_vectors
 from lightning_recompute.errors import BudgetError
-from lightning_recompute.planner import pareto, solve
+from lightning_recompute.rank_solver import Loaded, PartChoices, RankSolver, peak_of
 from lightning_recompute.schedule_actions import num_chunks, place
 from lightning_recompute.step_time import ChunkSeconds, StepTimeline, simulate
 from lightning_recompute.units import format_bytes
 
-PartChoices = tuple[int | None, ...]
-"""For each unit of a part of the model the index of its option; None where a group that began before covers it."""
-
 PER_STAGE = "per stage"  # the name of a plan that has one of its own for each
-_COMBINATIONS = 4096  # of the curves of a rank's chunks
-_MOST_POINTS = 16
 
 
 @dataclass(frozen=True)
@@ -73,6 +67,18 @@ class PipelineCosts:
         """
         chunks = range(num_chunks(self.schedule, self.virtual))
         return tuple(place(self.schedule, self.num_stages, chunk, rank) for chunk in chunks)
+
+    def by_part(self, of_ranks: Iterable[Sequence[PartChoices]]) -> list[PartChoices]:
+        """Choices in the order of the model's parts.
+
+        Args:
+            of_ranks: For each rank those for its chunks.
+        """
+        choices: list[PartChoices] = [()] * len(self.parts)
+        for rank, chosen in enumerate(of_ranks):
+            for number, of_part in zip(self.parts_of(rank), chosen, strict=True):
+                choices[number] = of_part
+        return choices
 
     def alive(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """For each rank the microbatches of its chunks that are alive together, as `live_vectors` has them."""
@@ -140,7 +146,7 @@ def rank_peak(pipeline: PipelineCosts, rank: int, choices: Sequence[PartChoices]
         ValueError: The choices do not fit the parts.
     """
     parts = [pipeline.parts[number] for number in pipeline.parts_of(rank)]
-    return _peak([_Loaded.by(*pair) for pair in zip(parts, choices, strict=True)], pipeline.alive()[rank])
+    return peak_of([Loaded.by(*pair) for pair in zip(parts, choices, strict=True)], pipeline.alive()[rank])
 
 
 def with_choices(pipeline: PipelineCosts, choices: Sequence[PartChoices], name: str) -> PipelinePlan:
@@ -202,11 +208,10 @@ def plan_stages(pipeline: PipelineCosts, budget_bytes: int) -> PipelinePlan:
     """
     if not isinstance(budget_bytes, int) or isinstance(budget_bytes, bool):
         raise TypeError(f"budget_bytes={budget_bytes!r}: an int is due")
-    choices: list[PartChoices] = [()] * len(pipeline.parts)
+    of_ranks: list[list[PartChoices]] = []
     found: dict[object, list[PartChoices]] = {}
     for rank, vectors in enumerate(pipeline.alive()):
-        numbers = pipeline.parts_of(rank)
-        parts = tuple(pipeline.parts[number] for number in numbers)
+        parts = tuple(pipeline.parts[number] for number in pipeline.parts_of(rank))
         # ranks that are alike get the same plan
         if (parts, vectors) not in found:
             try:
@@ -215,9 +220,8 @@ def plan_stages(pipeline: PipelineCosts, budget_bytes: int) -> PipelinePlan:
                 alive = max(map(sum, vectors))
                 what = "microbatches" if len(parts) == 1 else "chunk-microbatches"
                 raise BudgetError(f"stage {rank} ({alive} {what} in flight): {error}", error.smallest_bytes) from error
-        for number, chosen in zip(numbers, found[parts, vectors], strict=True):
-            choices[number] = chosen
-    plan = with_choices(pipeline, choices, PER_STAGE)
+        of_ranks.append(found[parts, vectors])
+    plan = with_choices(pipeline, pipeline.by_part(of_ranks), PER_STAGE)
     assert plan.fullest.peak_bytes <= budget_bytes, f"rank {plan.fullest.rank} exceeds {budget_bytes} bytes"
     return plan
 
@@ -292,109 +296,3 @@ def in_groups(pipeline: PipelineCosts, options: Mapping[int, int]) -> list[PartC
 def _group(options: Mapping[int, int], size: int) -> Iterator[int | None]:
     yield options[size]
     yield from [None] * (size - 1)
-
-
-# ---- a rank with several chunks
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    """A chunk under its choices: what of it counts for the peak of its rank."""
-
-    choices: PartChoices
-    held: int
-    """By one microbatch from forward to backward."""
-    reach: int
-    """How far what runs goes above what is held."""
-    static: int
-    floor: int
-    seconds: float
-
-    @staticmethod
-    def by(part: StageCosts, choices: PartChoices) -> _Loaded:
-        held = sum(option.held_bytes for _, option in segments(part, choices))
-        alone = replace(part, static_bytes=0, floor_bytes=0, in_flight=1)
-        reach = peak_bytes(alone, choices) - held
-        floor = max(part.floor_bytes - part.static_bytes, 0)
-        return _Loaded(tuple(choices), held, reach, part.static_bytes, floor, extra_seconds(part, choices))
-
-
-def _peak(chunks: Sequence[_Loaded], vectors: Sequence[Sequence[int]]) -> int:
-    static = sum(chunk.static for chunk in chunks)
-    rows = [
-        sum(number * chunk.held for number, chunk in zip(vector, chunks, strict=True))
-        + max(chunk.reach for number, chunk in zip(vector, chunks, strict=True) if number)
-        for vector in vectors
-    ]
-    return static + max(*rows, *(chunk.floor for chunk in chunks))
-
-
-def _seconds(chunks: Sequence[_Loaded]) -> float:
-    return math.fsum(chunk.seconds for chunk in chunks)
-
-
-class RankSolver:
-    """The choices of least time of the chunks of one rank, for one budget after the other; see `plan_stages`.
-
-    Args:
-        parts: Costs of its chunks.
-        vectors: Microbatches of them that are alive together, at each moment that may set the peak.
-    """
-
-    def __init__(self, parts: Sequence[StageCosts], vectors: Sequence[Sequence[int]]) -> None:
-        self._parts = parts
-        self._vectors = vectors
-
-    def solve(self, budget: int) -> list[PartChoices]:
-        """The choices within a budget.
-
-        Args:
-            budget: What the peak may be, statics included.
-
-        Raises:
-            BudgetError: There are none.
-        """
-        parts, vectors = self._parts, self._vectors
-        if len(parts) == 1:
-            (vector,) = vectors
-            return [solve(replace(parts[0], in_flight=vector[0]), budget)]
-        fitting = [chosen for chosen, peak in self._combinations if peak <= budget]
-        if not fitting:
-            least = min(peak for _, peak in self._combinations)
-            static = sum(part.static_bytes for part in parts)
-            text = f"no choice of recompute found that keeps {format_bytes(budget)} ({budget} bytes): the smallest peak"
-            text += f" found is {format_bytes(least)} ({least} bytes), of which static {format_bytes(static)}"
-            raise BudgetError(text, least)
-        best = [*min(fitting, key=lambda chosen: (_seconds(chosen), _peak(chosen, vectors)))]
-        for index in (*range(len(parts)), *range(len(parts))):
-            _improve(best, index, parts[index], vectors, budget)
-        return [one.choices for one in best]
-
-    @functools.cached_property
-    def _combinations(self) -> list[tuple[tuple[_Loaded, ...], int]]:
-        """Points of the chunks' curves together, each with its peak."""
-        most = [max(column) for column in zip(*self._vectors, strict=True)]
-        num_points = max(3, min(_MOST_POINTS, int(_COMBINATIONS ** (1 / len(self._parts)))))
-        curves = [
-            [_Loaded.by(part, chosen) for _, _, chosen in pareto(replace(part, in_flight=number), num_points)]
-            for part, number in zip(self._parts, most, strict=True)
-        ]
-        return [(chosen, _peak(chosen, self._vectors)) for chosen in itertools.product(*curves)]
-
-
-def _improve(best: list[_Loaded], index: int, part: StageCosts, vectors: Sequence[Sequence[int]], budget: int) -> None:
-    """Give one chunk all that the others leave."""
-    left: dict[int, int] = {}
-    for vector in (one for one in vectors if one[index]):
-        pairs = [pair for at, pair in enumerate(zip(vector, best, strict=True)) if at != index]
-        others = sum(number * one.held + one.static for number, one in pairs)
-        # of moments with as many of its microbatches the one that leaves least decides
-        left[vector[index]] = min(budget - others, left.get(vector[index], budget))
-    for own, room in left.items():
-        try:
-            chosen = solve(replace(part, in_flight=own), room)
-        except BudgetError:
-            continue
-        tried = [*best[:index], _Loaded.by(part, chosen), *best[index + 1 :]]
-        if tried[index].seconds < best[index].seconds and _peak(tried, vectors) <= budget:
-            best[:] = tried

@@ -12,11 +12,11 @@ from lightning_recompute.cost import Option, StageCosts, extra_seconds
 from lightning_recompute.errors import BudgetError
 from lightning_recompute.plan import Keep, RecomputePlan, Segment
 from lightning_recompute.planner import smallest_peak
+from lightning_recompute.rank_solver import PartChoices, RankSolver
 from lightning_recompute.schedules import greatest
 from lightning_recompute.stage_forecast import rank_forecast
 from lightning_recompute.stage_memory import Kind, RankAction
 from lightning_recompute.stage_options import Candidate, Prices, StageOptions, action_seconds, candidates, stage_options
-from lightning_recompute.stage_plans import PartChoices, RankSolver
 from lightning_recompute.stage_profile import StageProfile
 from lightning_recompute.units import format_bytes
 

@@ -22,12 +22,12 @@ from lightning_recompute.pipeline_costs import (
 )
 from lightning_recompute.pipeline_layout import Layout
 from lightning_recompute.plan import Full, Keep, RecomputePlan, SaveOps, Segment, Selective
+from lightning_recompute.rank_solver import PartChoices
 from lightning_recompute.schedule_actions import SPLITTING
 from lightning_recompute.split_backward import waiting_shares, with_waiting
 from lightning_recompute.split_ranks import SplitRanks, split_ranks
 from lightning_recompute.stage_plans import (
     PER_STAGE,
-    PartChoices,
     PipelineCosts,
     PipelinePlan,
     plan_stages,
@@ -147,12 +147,8 @@ class StagedModel:
         """
         if self.split is None:
             return plan_stages(self.pipeline, budget_bytes)
-        choices: list[PartChoices] = [()] * len(self.parts)
-        for rank in range(self.layout.pipeline):
-            found = self.split.plan(self.pipeline, rank, budget_bytes)
-            for number, chosen in zip(self.pipeline.parts_of(rank), found, strict=True):
-                choices[number] = chosen
-        return self.with_choices(choices, PER_STAGE)
+        found = [self.split.plan(self.pipeline, rank, budget_bytes) for rank in range(self.layout.pipeline)]
+        return self.with_choices(self.pipeline.by_part(found), PER_STAGE)
 
     def breakdown(self, plan: PipelinePlan, rank: int) -> tuple[str, dict[str, int]]:
         """When a rank's peak is, in words, and what it consists of.
