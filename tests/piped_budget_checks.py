@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from distributed import settle_collectives, world_size
 from grouped_modules import Momentum, seeded, trainer_of
+from stage_profile_checks import quiet
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_recompute.errors import BudgetError
@@ -126,6 +127,8 @@ def refusal(folder: Path) -> str:
 
 def check_all(folder: Path) -> dict[str, Any]:
     settle_collectives()
+    if world_size() > 2:  # two look for plans as a user's do
+        quiet()
     found: dict[str, Any] = {}
     for name, words in CASES[world_size()].items():
         found[name] = fit(folder, words, *([Watches()] if name.endswith("watched") else []))
