@@ -76,12 +76,14 @@ def find_blocks(module: nn.Module, blocks: str | Sequence[str] | None = None) ->
 
 
 def class_of(block: nn.Module) -> type[nn.Module]:
-    """The class of a block, seen through torch.compile and torch's CheckpointWrapper."""
+    """The class of a block, seen through torch.compile, torch's CheckpointWrapper and FSDP2."""
     for wrapped in ("_orig_mod", "_checkpoint_wrapped_module"):
         inner = getattr(block, wrapped, None)
         if isinstance(inner, nn.Module):
             return class_of(inner)
-    return type(block)
+    cls = type(block)
+    # FSDP2 gives each block a class that it makes of its own and the block's
+    return cls.__bases__[1] if cls.__bases__[0].__name__ == "FSDPModule" else cls
 
 
 # ---- finding

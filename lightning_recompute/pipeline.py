@@ -33,7 +33,7 @@ from lightning_recompute.pipeline_settings import PipelineSettings, settled_sche
 from lightning_recompute.pipeline_step import Alone, Running, Work
 from lightning_recompute.probe import Probe, Step, loss_of, only_list, probe_form, probe_step
 from lightning_recompute.schedule_actions import SPLITTING
-from lightning_recompute.stage_memory import ShardedBytes
+from lightning_recompute.stage_memory import SpreadBytes
 from lightning_recompute.stages import Stage
 from lightning_recompute.step_form import StepForm, TensorForm
 
@@ -217,8 +217,8 @@ class PipelineModule:
             self._checked = former
             del self._work
 
-    def sharded_bytes(self) -> ShardedBytes | None:
-        """What sharding makes of this rank's parameters; None: they are not sharded."""
+    def spread_bytes(self) -> SpreadBytes | None:
+        """What data parallelism makes of this rank's parameters and gradients; None: there is none."""
         return None
 
     def gathered(self) -> AbstractContextManager[None]:

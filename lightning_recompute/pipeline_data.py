@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -23,24 +22,59 @@ from lightning_recompute.clipping import clip_norm
 from lightning_recompute.data_parallel import DataParallel, Given, Replicated, Result
 from lightning_recompute.groups import ParallelGroups
 from lightning_recompute.ledger import allocated_bytes
-from lightning_recompute.memory import open_meter
+from lightning_recompute.memory import Meter, open_meter
 from lightning_recompute.microbatches import Weight
 from lightning_recompute.pipeline import PipelineModule
 from lightning_recompute.pipeline_settings import PipelineSettings
 from lightning_recompute.pipeline_step import Alone
 from lightning_recompute.probe import Step
 from lightning_recompute.sharding import Sharded, shard
-from lightning_recompute.stage_memory import ShardedBytes
+from lightning_recompute.stage_memory import SpreadBytes
 from lightning_recompute.whole import make_whole
 
-# a backend may let go of a buffer late, by chance: the least is what it takes
-_TRIES = 2
+
+@contextlib.contextmanager
+def _tried(parameters: Sequence[nn.Parameter], device: torch.device) -> Iterator[Meter]:
+    """Within, parameters have no gradients but those that are tried, and bytes are counted."""
+    former = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        with contextlib.closing(open_meter(device)) as meter, meter.watching():
+            yield meter
+    finally:
+        for parameter, gradient in former:
+            parameter.grad = gradient
+
+
+def _give_zeros(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    found = []
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+            found.append(parameter.grad)
+    return found
 
 
 class ReplicatedStages(Replicated):
     """Every data rank holds what its place in the pipeline holds."""
 
     reduces_in_backward = False
+
+    def measure(self, device: torch.device) -> SpreadBytes:
+        """What averaging takes, tried with gradients of zeros; collective.
+
+        Args:
+            device: Where the parameters are.
+        """
+        parameters = list(self.module.parameters())
+        with _tried(parameters, device) as meter:
+            before = meter.live_bytes
+            made = _give_zeros(parameters)
+            self._reduction.prepare()
+            meter.reset_peak()
+            self.finish()
+            return SpreadBytes(0, 0, allocated_bytes(made, device), 0, meter.peak_bytes - before)
 
 
 class ShardedStages(Sharded):
@@ -78,49 +112,28 @@ class ShardedStages(Sharded):
             for unit in units:
                 unit.reshard()
 
-    def measure(self, device: torch.device) -> ShardedBytes:
+    def measure(self, device: torch.device) -> SpreadBytes:
         """What gathering and reducing take, tried with gradients of zeros; collective.
 
         Args:
             device: Where the parameters are.
         """
-        former = [(parameter, parameter.grad) for parameter in self.module.parameters()]
-        try:
-            tries = [self._measured(device) for _ in range(_TRIES)]
-        finally:
-            for parameter, gradient in former:
-                parameter.grad = gradient
-        return replace(
-            tries[-1],
-            gathering_bytes=min(each.gathering_bytes for each in tries),
-            reducing_bytes=min(each.reducing_bytes for each in tries),
-        )
-
-    def _measured(self, device: torch.device) -> ShardedBytes:
         shards = list(self.module.parameters())
-        for parameter in shards:
-            parameter.grad = None
-        with self.trying(), contextlib.closing(open_meter(device)) as meter, meter.watching():
+        with _tried(shards, device) as meter, self.trying():
             before = meter.live_bytes
             with self.gathered():
                 gathering = meter.peak_bytes - before
                 whole = list(self.module.parameters())
-                trained = [parameter for parameter in whole if parameter.requires_grad]
-                for parameter in trained:
-                    parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-                apart = set(shards)
+                apart = set(shards) & set(whole)
+                # now: gathered memory is let go of at the end
                 whole_bytes = allocated_bytes([parameter for parameter in whole if parameter not in apart], device)
+                _give_zeros(whole)
             meter.reset_peak()
             self.finish()
             reducing = meter.peak_bytes - before
-        gathered = set(whole)
-        return ShardedBytes(
-            allocated_bytes([parameter for parameter in shards if parameter not in gathered], device),
-            whole_bytes,
-            allocated_bytes([parameter.grad for parameter in shards if parameter.grad is not None], device),
-            gathering,
-            reducing,
-        )
+            left = [parameter.grad for parameter in shards if parameter.grad is not None]
+            shards_bytes = allocated_bytes([parameter for parameter in shards if parameter not in apart], device)
+            return SpreadBytes(shards_bytes, whole_bytes, allocated_bytes(left, device), gathering, reducing)
 
     def before_backward(self, loss: Tensor) -> None:
         """Nothing is due: backward has run."""
@@ -151,7 +164,7 @@ class SpreadPipeline(PipelineModule):
     def __init__(self, module: nn.Module, groups: ParallelGroups, settings: PipelineSettings) -> None:
         super().__init__(module, groups, settings)
         self._groups = groups
-        self._data: DataParallel | None = None
+        self._data: ReplicatedStages | ShardedStages | None = None
 
     @property
     def data(self) -> DataParallel | None:
@@ -183,9 +196,11 @@ class SpreadPipeline(PipelineModule):
             return
         own = set(self.own_blocks)
         mine = [[block for block in unit if block in own and any(True for _ in block.parameters())] for unit in units]
-        self._data = shard(
+        sharded = shard(
             self.module, self._groups, mine, find_unused_parameters=find_unused_parameters, kind=ShardedStages
         )
+        assert isinstance(sharded, ShardedStages)
+        self._data = sharded
 
     # ---- a step
 
@@ -228,9 +243,9 @@ class SpreadPipeline(PipelineModule):
         with contextlib.nullcontext() if self._data is None else self._data.no_sync():
             yield
 
-    def sharded_bytes(self) -> ShardedBytes | None:
-        """What sharding makes of this rank's parameters; None where they are not sharded. Collective over `data`."""
-        return self._data.measure(self.device) if isinstance(self._data, ShardedStages) else None
+    def spread_bytes(self) -> SpreadBytes | None:
+        """What data parallelism makes of this rank's parameters and gradients; collective over `data`."""
+        return None if self._data is None else self._data.measure(self.device)
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:

@@ -64,7 +64,7 @@ class StageBudget:
         self.profile: StageProfile
 
         def measure() -> None:
-            sharded = pipeline.sharded_bytes()
+            spread = pipeline.spread_bytes()
             self._gathered.enter_context(pipeline.gathered())
             self.profile = profile_stage(
                 pipeline,
@@ -74,7 +74,7 @@ class StageBudget:
                 window=window,
                 tried=tried,
                 agreement=agreement,
-                sharded=sharded,
+                spread=spread,
             )
 
         try:

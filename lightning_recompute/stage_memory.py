@@ -114,11 +114,11 @@ ONE_BATCH = Window()
 
 
 @dataclass(frozen=True)
-class ShardedBytes:
-    """What sharding makes of a rank's parameters and gradients, and what it takes to gather and to reduce them.
+class SpreadBytes:
+    """What data parallelism makes of a rank's parameters and gradients, and what gathering and reducing them take.
 
     Args:
-        shards_bytes: Of parameters, all the time.
+        shards_bytes: Of parameters that are sharded, all the time.
         whole_bytes: The same parameters gathered, while a schedule runs.
         gradients_bytes: Gradients between steps: shards, and those of parameters that are not sharded.
         gathering_bytes: The most while parameters are gathered, the whole ones included.

@@ -39,8 +39,8 @@ from lightning_recompute.stage_memory import (
     Kind,
     RankAction,
     RankGradients,
-    ShardedBytes,
     SplitMemory,
+    SpreadBytes,
     StageLevel,
     Window,
     stage_levels,
@@ -130,7 +130,7 @@ class StageProfile:
         gradients: Of a step that drops those of the step before.
         tied_bytes: Gradients of parameters that other ranks have too: of all of them, and of the largest.
         window: How gradients come together until the optimizers step.
-        sharded: What sharding makes of parameters and gradients; None where they are not sharded.
+        spread: What data parallelism makes of parameters and gradients; None where there is none.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class StageProfile:
         gradients: RankGradients,
         tied_bytes: tuple[int, int],
         window: Window = ONE_BATCH,
-        sharded: ShardedBytes | None = None,
+        spread: SpreadBytes | None = None,
     ) -> None:
         self.division = division
         self.rank = rank
@@ -159,7 +159,7 @@ class StageProfile:
         self.gradients = gradients
         self.tied_bytes = tied_bytes
         self.window = window
-        self.sharded = sharded
+        self.spread = spread
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -198,19 +198,19 @@ class StageProfile:
         aside = max(gradients.former_bytes for gradients in batches)
         if tied:
             result.append(StageLevel(None, made + aside + largest, name="sum of the gradients of tied parameters"))
-        if self.sharded is not None:
-            result = [replace(level, gathered_bytes=self.sharded.whole_bytes) for level in result]
+        if self.spread is not None:
+            result = [replace(level, gathered_bytes=self.spread.whole_bytes) for level in result]
             there = made if self.window.accumulating else aside
-            result.append(StageLevel(None, there, self.sharded.gathering_bytes, name="gathering of parameters"))
+            result.append(StageLevel(None, there, self.spread.gathering_bytes, name="gathering of parameters"))
         return [*result, *self.after_run()]
 
     def after_run(self) -> list[StageLevel]:
         """What comes when a schedule has run: gradients are reduced, the optimizer steps."""
         found = [StageLevel(None, self.optimizer_bytes, name="optimizer step")]
-        if self.sharded is not None:
+        if self.spread is not None:
             made = self.gradients.all_bytes
-            working = self.sharded.reducing_bytes - made
-            found.append(StageLevel(None, made + self._former_bytes, working, name="reduction of gradients"))
+            working = self.spread.reducing_bytes - made
+            found.append(StageLevel(None, made, working, name="reduction of gradients"))  # former ones are zeroed
         return found
 
     @property
@@ -221,7 +221,9 @@ class StageProfile:
     @property
     def left_bytes(self) -> int:
         """Gradients between steps."""
-        return self.gradients.all_bytes if self.sharded is None else self.sharded.gradients_bytes
+        if self.spread is None or not self.spread.whole_bytes:
+            return self.gradients.all_bytes
+        return self.spread.gradients_bytes
 
     @property
     def optimizer_bytes(self) -> int:
@@ -252,7 +254,7 @@ def profile_stage(
     window: Window = ONE_BATCH,
     tried: TriedStep = LONE_STEP,
     agreement: Agreement = ALONE,
-    sharded: ShardedBytes | None = None,
+    spread: SpreadBytes | None = None,
 ) -> StageProfile:
     """Measure this rank's chunks on a batch.
 
@@ -268,7 +270,7 @@ def profile_stage(
         window: How gradients come together until the optimizers step.
         tried: How a chunk's part of a step is run.
         agreement: With the ranks that share this stage.
-        sharded: What sharding makes of parameters and gradients; None where they are not sharded.
+        spread: What data parallelism makes of parameters and gradients; None where there is none.
 
     Raises:
         ValueError: What `profile_step` refuses.
@@ -296,7 +298,7 @@ def profile_stage(
     used = [parameter for name, parameter in trained.items() if pipeline.ownership.users[name]]
     tied = [allocated_bytes([trained[name]], pipeline.device) for name in pipeline.ownership.tied if name in trained]
     optimizer = measure_optimizers(optimizers)
-    gathered = 0 if sharded is None else sharded.whole_bytes - sharded.shards_bytes
+    gathered = 0 if spread is None else spread.whole_bytes - spread.shards_bytes
     statics = Statics(
         allocated_bytes([*module.parameters(), *module.buffers()], pipeline.device) - gathered,
         optimizer.state_bytes,
@@ -315,7 +317,7 @@ def profile_stage(
         RankGradients(by_chunk, allocated_bytes(used, pipeline.device)),
         (sum(tied), max(tied, default=0)),
         window,
-        sharded,
+        spread,
     )
 
 

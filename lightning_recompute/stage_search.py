@@ -179,7 +179,7 @@ class StageSearch:
 
     def _static_bytes(self) -> int:
         """What is there all the time while the schedule runs, whole parameters and gradients included."""
-        gathered = 0 if self.profile.sharded is None else self.profile.sharded.whole_bytes
+        gathered = 0 if self.profile.spread is None else self.profile.spread.whole_bytes
         return self.profile.statics.num_bytes + self.profile.gradients.all_bytes + gathered
 
     def _options(self, place: int) -> StageOptions:

@@ -85,6 +85,7 @@ class Plans(pl.Callback):
             "lengths": [stage.blocks[1] - stage.blocks[0] for stage in forecast.stages],
             "extra": [stage.extra_seconds for stage in forecast.stages],
             "plan": repr(plan),
+            "predicted backward": forecast.phase_peaks()["backward"],
         }
 
 
@@ -111,10 +112,13 @@ def run(folder: Path, words: dict[str, Any], *callbacks: pl.Callback, rows: int 
 def fit(folder: Path, words: dict[str, Any], *callbacks: pl.Callback) -> dict[str, Any]:
     report, plans, beside = MemoryReport(), Plans(), Beside()
     trainer = run(folder, words, report, plans, beside, *callbacks)
-    measured = {row["rank"]: row["peak_bytes"] for row in report.rows if row["phase"] == "forward"}
     loss = float(trainer.callback_metrics["train_loss"])
-    peaks = [measured[rank] for rank in sorted(measured)]
-    return plans.found | {"measured": peaks, "loss": loss, "beside": beside.num_bytes}
+    peaks, backward = (
+        [row["peak_bytes"] for row in sorted(report.rows, key=lambda row: row["rank"]) if row["phase"] == phase]
+        for phase in ("forward", "backward")
+    )
+    found = {"measured": peaks, "measured backward": backward, "loss": loss, "beside": beside.num_bytes}
+    return plans.found | found
 
 
 def refusal(folder: Path) -> str:

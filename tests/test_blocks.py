@@ -27,6 +27,7 @@ from block_models import (
 from lightning import LightningModule
 from messages import containing
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_recompute.blocks import BlockList, class_of, find_blocks
 
@@ -225,6 +226,9 @@ def test_finding_changes_nothing() -> None:
 def test_class_seen_through_compile() -> None:
     assert class_of(torch.compile(Block())) is Block  # type: ignore[arg-type]
     assert class_of(Block()) is Block
+    sharded = Block()
+    sharded.__class__ = type("FSDPBlock", (FSDPModule, Block), {})  # as torch's FSDP2 does it
+    assert class_of(sharded) is Block
 
 
 # ---- nothing to be found

@@ -48,6 +48,13 @@ def test_peaks_on_four_ranks(four: Found, name: str) -> None:
     check_peaks(four, name)
 
 
+@pytest.mark.parametrize("name", [name for name in CASES[4] if "tp2" not in name])
+def test_what_averaging_takes_is_predicted(four: Found, name: str) -> None:
+    for number, rank in enumerate(four):
+        fit = rank[name]
+        assert fit["predicted backward"] == pytest.approx(fit["measured backward"][number], rel=0.005)
+
+
 def test_early_stages_recompute_more(two: Found) -> None:
     roomy, tight, zbv = (two[0][name] for name in ("roomy", "tight", "zbv"))
     assert tight["in flight"] == [2, 1]
