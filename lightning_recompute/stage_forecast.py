@@ -79,12 +79,9 @@ def phase_peaks(profile: StageProfile, plan: RecomputePlan) -> dict[str, int]:
         profile: What was measured.
         plan: For all blocks of the model.
     """
-    after = profile.after_run()
-    run = [level for level in profile.levels(plan) if level not in after]
-    reduction = [level.num_bytes for level in after if level.name.startswith("reduction")]
     peaks = {
-        "forward": highest(run).num_bytes,
-        "backward": max(profile.gradients.all_bytes, *reduction, 0),
+        "forward": highest(profile.run_levels(plan)).num_bytes,
+        "backward": profile.reduction_bytes,
         "optimizer": profile.optimizer_bytes,
     }
     return {phase: profile.statics.num_bytes + peak for phase, peak in peaks.items()}

@@ -181,6 +181,17 @@ class StageProfile:
         Args:
             plan: Of all blocks of the model.
         """
+        made = self.gradients.all_bytes
+        optimizer = StageLevel(None, self.optimizer_bytes, name="optimizer step")
+        reduction = StageLevel(None, made, self.reduction_bytes - made, name="reduction of gradients")
+        return [*self.run_levels(plan), optimizer, reduction]
+
+    def run_levels(self, plan: RecomputePlan) -> list[StageLevel]:
+        """The same of what happens until the schedule has run.
+
+        Args:
+            plan: Of all blocks of the model.
+        """
         own = self.division.part_of(plan, self.rank)
         found = {key: costs.under(own) for key, costs in self.costs.items()}
 
@@ -189,7 +200,7 @@ class StageProfile:
 
         made = self.gradients.all_bytes
         tied, largest = self.tied_bytes
-        batches = [replace(self.gradients, former_bytes=self._former_bytes)]
+        batches = [replace(self.gradients, former_bytes=self.left_bytes if self.window.keeps_former else 0)]
         if self.window.accumulating:
             in_place = self.window.in_place
             batches.append(replace(self.gradients, former_bytes=tied if in_place else made, accumulating=in_place))
@@ -202,21 +213,13 @@ class StageProfile:
             result = [replace(level, gathered_bytes=self.spread.whole_bytes) for level in result]
             there = made if self.window.accumulating else aside
             result.append(StageLevel(None, there, self.spread.gathering_bytes, name="gathering of parameters"))
-        return [*result, *self.after_run()]
-
-    def after_run(self) -> list[StageLevel]:
-        """What comes when a schedule has run: gradients are reduced, the optimizer steps."""
-        found = [StageLevel(None, self.optimizer_bytes, name="optimizer step")]
-        if self.spread is not None:
-            made = self.gradients.all_bytes
-            working = self.spread.reducing_bytes - made
-            found.append(StageLevel(None, made, working, name="reduction of gradients"))  # former ones are zeroed
-        return found
+        return result
 
     @property
-    def _former_bytes(self) -> int:
-        """Gradients of the step before, which stay while a step makes others."""
-        return self.left_bytes if self.window.keeps_former else 0
+    def reduction_bytes(self) -> int:
+        """The most while gradients are reduced, without the statics; those of the step before are zeroed by then."""
+        made = self.gradients.all_bytes
+        return made if self.spread is None else max(made, self.spread.reducing_bytes)
 
     @property
     def left_bytes(self) -> int:

@@ -228,6 +228,16 @@ def start(script: str, *args: object, torchrun: bool = False) -> subprocess.Pope
     )
 
 
+def wait_for_training(folder: Path) -> list[int]:
+    """Wait until both processes of a script that waits to be ended are training; returns their numbers."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    marks = [folder / f"training-{rank}" for rank in range(NUM_PROCESSES)]
+    while not all(mark.exists() and mark.read_text() for mark in marks):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return [int(mark.read_text()) for mark in marks]
+
+
 def finish(process: subprocess.Popen[str], limit: float = LIMIT_SECONDS) -> Outcome:
     """Wait for a started script and all its children; kill its process group and fail when they outlive the limit."""
     try:

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from distributed import world_size
 from grouped_modules import seeded
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.tuner import Tuner
 from piped_modules import Net, Record, fit, loader, outcome, trainer_of
 
@@ -95,7 +95,7 @@ def events(folder: Path) -> dict[str, list[str]]:
 # ---- what metrics decide
 
 
-class Bar(TQDMProgressBar):
+class Shown(ProgressBar):
     """Keeps what it shows."""
 
     def __init__(self) -> None:
@@ -107,16 +107,12 @@ class Bar(TQDMProgressBar):
         return self.shown[-1]
 
 
-class RichBar(RichProgressBar):
-    """Keeps what it shows; on rank 0 only, where it is one."""
+class Bar(Shown, TQDMProgressBar):
+    """Lightning's usual one."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.shown: list[dict[str, Any]] = []
 
-    def get_metrics(self, *args: Any, **kwargs: Any) -> Any:
-        self.shown.append(dict(super().get_metrics(*args, **kwargs)))
-        return self.shown[-1]
+class RichBar(Shown, RichProgressBar):
+    """On rank 0 only, where it is one."""
 
 
 class Decides(pl.Callback):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import piped_failures
 import pytest
 import torch
-from distributed import LIMIT_SECONDS, finish, in_one, in_ranks, start
+from distributed import finish, in_one, in_ranks, start, wait_for_training
 from lightning.pytorch.cli import LightningCLI
 from piped_checks import FITS, check_all
 from piped_four_checks import FITS as FITS_OF_FOUR
@@ -371,11 +370,7 @@ def test_processes_of_a_script_end_with_the_reason(tmp_path: Path) -> None:
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 def test_a_signal_ends_all(signum: signal.Signals, tmp_path: Path) -> None:
     process = start("piped_train.py", tmp_path, "wait")
-    deadline = time.monotonic() + LIMIT_SECONDS
-    marks = [tmp_path / f"training-{rank}" for rank in range(2)]
-    while not all(mark.exists() and mark.read_text() for mark in marks):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for_training(tmp_path)
     os.kill(process.pid, signum)
     outcome = finish(process, limit=60)
     assert outcome.returncode == (1 if signum == signal.SIGINT else 0), outcome.output

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from distributed import LIMIT_SECONDS, finish, in_one, in_ranks, start
+from distributed import finish, in_one, in_ranks, start, wait_for_training
 from distributed_checks import ROWS, Exact, Manual, Shared, Unused, check_all, gradients
 from distributed_train import train_forked_and_spawned
 from lightning_modules import NUM_BLOCKS, NUM_SAMPLES, Net, SeedSteps, fit
@@ -191,12 +190,7 @@ def test_popen_and_an_exception_on_one_rank(found: Found, rank: int, tmp_path: P
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 def test_a_signal_to_the_main_process_ends_all(signum: signal.Signals, tmp_path: Path) -> None:
     process = start("distributed_train.py", tmp_path, "wait")
-    deadline = time.monotonic() + LIMIT_SECONDS
-    marks = [tmp_path / f"training-{rank}" for rank in range(2)]
-    while not all(mark.exists() and mark.read_text() for mark in marks):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    children = [int(mark.read_text()) for mark in marks]
+    children = wait_for_training(tmp_path)
     assert children[0] == process.pid
     os.kill(process.pid, signum)
     outcome = finish(process, limit=60)
